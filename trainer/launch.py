@@ -194,9 +194,8 @@ def launch(
         work_nodes = WorkNodes(config, say=say, log=log, runs_code="code" in kinds)
         scorer = stack.enter_context(build_scorer(config, judge, say, log, work_nodes))
         shared = bool(seats and seats.placement.shared)
-        gpu_gib, taken_gib = task.hardware.gpu_gib, task.hardware.taken_gib
-        together = shared and can_start_together(config, task.facts, gpu_gib, taken_gib)
-        cache = guaranteed_cache_bytes(config, task.facts, gpu_gib) if together else 0
+        together = shared and can_start_together(config, task.facts, task.hardware.gpu_gib)
+        cache = guaranteed_cache_bytes(config, task.facts, task.hardware.gpu_gib) if together else 0
         pool = ray_pool(
             EngineSpec.of(config, model, cache_bytes=cache),
             gpu=task.gpu,

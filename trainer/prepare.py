@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import transformers
@@ -58,14 +57,13 @@ from keel.trainer.placement.choose import Choice, choose, load_choice, with_dtyp
 from keel.trainer.placement.families import (
     check_engine,
     check_indexer_length,
-    check_model_type,
+    check_residual_dtype,
     stale_mask_warning,
 )
-from keel.trainer.placement.hardware import Hardware, split_engine_warning
+from keel.trainer.placement.hardware import Hardware
 from keel.trainer.placement.memory import GIB
 from keel.trainer.placement.nodes import detect_hardware, memory_gib, with_missing_nodes
 from keel.trainer.placement.plan import Plan, describe, model_line, ranks_line, section_lines
-from keel.trainer.placement.step_time import cpu_time
 from keel.trainer.run.checkpoint import latest_complete, read_state
 from keel.trainer.run.manifest import MANIFEST, check_exported
 from keel.trainer.sft import Batches
@@ -128,16 +126,11 @@ class Task(PlannedModel):
         return self.dataset.train.state()
 
     def text(self, *, seats: Sequence[str] = (), trains: bool = True) -> str:
-        config, facts, plan = self.config, self.facts, self.plan
-        # Agents take unknown numbers of turns.
-        if trains and not self.gpu and not config.with_agents:
-            prompts = [p for each in self.dataset.train.sources.values() for p in each[:50]]
-            mean = fmean(prompt_tokens(p, self.tokenizer, facts) for p in prompts)
-            plan = replace(plan, time=cpu_time(config, facts, prompt_tokens=round(mean)))
+        config, facts, hardware = self.config, self.facts, self.hardware
         data = source_lines(config, self.dataset)
         data += [f"{name}: {note}" for name, note in self.notes.items()]
         return self._text(
-            describe(config, facts, plan, self.hardware, data, seats=seats, trains=trains)
+            describe(config, facts, self.plan, hardware, data, seats=seats, trains=trains)
         )
 
 
@@ -351,7 +344,6 @@ def plan_model(
         fewer if machine.missing else "",
         changed,
         stale_mask_warning(config),
-        split_engine_warning(config, machine),
         *_thinking_warnings(config, tokenizer),
         lacking and f"model.path = {path!r}: {lacking}; `keel train` needs them",
         *(
@@ -374,7 +366,7 @@ def plan_model(
 def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelFacts]:
     settings = config.model
     if settings.path == TINY_MODEL:
-        check_model_type(config, settings.tiny.family)
+        check_residual_dtype(config, settings.tiny.family)
         tokenizer = build_tokenizer(settings.tiny.phrases)
         facts = facts_of(model_config(settings.tiny, tokenizer))
         check_adapters(settings.lora, facts)
@@ -384,7 +376,7 @@ def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelF
         tokenizer = load_tokenizer(name, chats=chats, chat_template=settings.chat_template)
         facts = trainable_facts(settings.path, model)
         check_adapters(settings.lora, facts)
-        check_model_type(config, model.model_type)
+        check_residual_dtype(config, model.model_type)
         if settings.batch_invariant:
             check_invariant(model, settings.path, gpu=gpu)
         if name != settings.path:

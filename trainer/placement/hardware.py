@@ -168,7 +168,6 @@ class Hardware:
     nodes: tuple[Node, ...] = ()  # the nodes that have GPUs, in their current state
     gpu_gib: float = 0.0  # memory per GPU in GiB, or 0 if unknown
     gpu_name: str = ""  # GPU name reported by the driver, or an empty string if unknown
-    taken_gib: float = 0.0  # memory that other processes use on the busiest GPU, in GiB
     found: bool = True  # True if the hardware was detected on this machine or on the cluster
     note: str = ""  # the source of this information
     missing: str = ""
@@ -179,7 +178,6 @@ class Hardware:
         return {
             "GPUs of each node": [node.gpus for node in self.nodes],
             "GiB of a GPU": round(self.gpu_gib),
-            "GiB that others hold": round(self.taken_gib),
             **({"GPU": self.gpu_name} if self.gpu_name else {}),
         }
 
@@ -197,9 +195,8 @@ class Hardware:
         sizes = [node.gpus for node in self.nodes]
         parts = [f"{sizes.count(n)} node(s) of {n} GPU(s)" for n in dict.fromkeys(sizes)]
         size = f"{gib(self.gpu_gib * GIB)} each" * bool(self.gpu_gib)
-        taken = f", {gib(self.taken_gib * GIB)} of it taken by others" * bool(self.taken_gib)
         memory = size or "of unknown memory (run.gpu_gib)"
-        return f"{' and '.join(parts)}, {memory}{taken}: {self.note}"
+        return f"{' and '.join(parts)}, {memory}: {self.note}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,18 +328,6 @@ def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement
                 seats.append(replace(seat, shared=bool(kind.guest), spread=kind.nodes > 1))
             first += gpus
     return Placement(seats=tuple(seats))
-
-
-def split_engine_warning(config: Config, hardware: Hardware) -> str:
-    """Return a warning if an engine has more GPUs than a node."""
-    width, most = config.rollout.tensor_parallel, hardware.spec.node_gpus
-    if not hardware.gpu or not config.data.sources or width <= most:
-        return ""
-    return (
-        f"rollout.tensor_parallel = {width}: a node has {most} GPU(s), so an engine is split over "
-        f"{-(-width // most)} nodes, and every layer sends its output over the network. With "
-        f"{most} or less, an engine stays on one node"
-    )
 
 
 def _gpus(kinds: Sequence[_Kind]) -> int:

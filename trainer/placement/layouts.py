@@ -48,7 +48,12 @@ _EVAL_SEQUENCES, _SMALL_CACHE = 128, 0.1
 fraction of a GPU."""
 _MAX_SEQUENCES = 1024  # the largest number for which vLLM captures CUDA graphs
 _WAVES = (1, 2, 3, 4)  # in which the completions for a step may be sampled
-_SEATS = ("trainer.ranks", "rollout.engines", "rollout.colocated", "rollout.time_share")
+_SEATS: tuple[str, ...] = (
+    "trainer.ranks",
+    "rollout.engines",
+    "rollout.colocated",
+    "rollout.time_share",
+)
 """The knobs that affect the placement."""
 
 
@@ -119,7 +124,6 @@ class LayoutSearch:
         """Total number of GPUs for engines and ranks."""
         self._facts, self._samples = facts, bool(config.data.sources)
         self._shares_prompts = not no_sharing_reason(config, facts)
-        self._free_gib = hardware.gpu_gib - hardware.taken_gib
         self._placements: dict[tuple[Any, ...], Placement | None] = {}
         algorithm = config.algorithm
         self._sequences = algorithm.prompts_per_step * algorithm.group_size
@@ -201,7 +205,7 @@ class LayoutSearch:
         ways = [(False, fixed[1])]
         if self.config.algorithm.max_lag == 0 and self.config.algorithm.publish_every == 1:
             ways += [(True, False), (True, True)]
-        values = [dict(zip(knobs, way, strict=True)) for way in ways]
+        values: list[dict[str, Any]] = [dict(zip(knobs, way, strict=True)) for way in ways]
         return self._options(*(way for way in values if closed.items() <= way.items()))
 
     def trainer_values(self, ranks: int) -> Iterator[list[Values]]:
@@ -357,7 +361,7 @@ class LayoutSearch:
             return False
         rank = memory.trainer_memory(config, self._facts, gpu=True)
         needs = memory.least_bytes(config, rank) if self._may_offload else rank.total
-        return needs * self.strictness.spare <= self._free_gib * GIB
+        return needs * self.strictness.spare <= self.hardware.gpu_gib * GIB
 
     @cached_property
     def _may_offload(self) -> bool:
@@ -387,7 +391,7 @@ class LayoutSearch:
             config = with_values(self.config, values)
             rank = memory.trainer_memory(config, self._facts, gpu=True)
             needed = memory.needed_bytes(config, rank, shared=shared)
-            if self.strictness.spare * needed > self._free_gib * GIB:
+            if self.strictness.spare * needed > self.hardware.gpu_gib * GIB:
                 return None
             if self._samples:
                 share = self._choose_engine_fraction(config, rank, shared=shared)
@@ -419,12 +423,12 @@ class LayoutSearch:
         """Choose the fraction of a GPU to give to an engine. Returns None if the engine doesn't
         fit."""
         knob, size = "rollout.gpu_memory_utilization", self.hardware.gpu_gib
-        most = min(self._free_gib, self.strictness.max_share * size)
+        most = self.strictness.max_share * size
         if shared:
             time_shares = config.rollout.time_share
             held = memory.staying_gib(config, rank) if time_shares else rank.total / GIB
             held *= self.strictness.spare
-            most = min(most, self._free_gib - held - memory.ENGINE_BEYOND_GIB)
+            most = min(most, size - held - memory.ENGINE_BEYOND_GIB)
         if knob not in self.open_knobs:
             fits = not shared or config.rollout.time_share
             return {} if fits or config.rollout.gpu_memory_utilization * size <= most else None
@@ -450,7 +454,7 @@ class LayoutSearch:
         if "rollout.gpu_memory_utilization" in self.open_knobs:
             rank, share = memory.trainer_memory(config, self._facts, gpu=True), 0.5
             if config.rollout.time_share:
-                stays = memory.staying_gib(config, rank) + self.hardware.taken_gib
+                stays = memory.staying_gib(config, rank)
                 share = max(0.01, min(0.9, 1 - stays / self.hardware.gpu_gib))
             config = with_values(config, {"rollout.gpu_memory_utilization": share})
         try:

@@ -136,27 +136,20 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     )
 
 
-def cached_sequences(
-    config: Config, memory: Memory, gpu_gib: float, *, taken_gib: float = 0.0
-) -> int:
-    """Return how many full-length completions fit in an engine's KV cache. `taken_gib` is the
-    memory used by other processes on each GPU. Raises DoesNotFit if not even one completion fits,
-    or if less memory is free than the engine's fraction of the GPU."""
+def cached_sequences(config: Config, memory: Memory, gpu_gib: float) -> int:
+    """Return how many full-length completions fit in an engine's KV cache. Raises DoesNotFit if not
+    even one fits."""
     share = config.rollout.gpu_memory_utilization
     rest = memory.total - memory.parts["KV cache"]
     one = memory.parts["KV cache"] / engine_sequences(config)
     budget = share * gpu_gib * GIB
-    what = f"rollout.gpu_memory_utilization = {share:g} of a GPU (run.gpu_gib) is {gib(budget)}"
-    if taken_gib and budget > (gpu_gib - taken_gib) * GIB:
-        raise DoesNotFit(
-            f"{what}, and other processes hold {gib(taken_gib * GIB)} of a GPU's "
-            f"{gib(gpu_gib * GIB)}"
-        )
     sequences = int((budget - rest) / one) if one else engine_sequences(config)
     if sequences < 1:
+        parts = memory.largest_first(but="KV cache")
         raise DoesNotFit(
-            f"an engine's GPU needs {gib(rest + one)} ({memory.largest_first(but='KV cache')}, "
-            f"KV cache of one trajectory {gib(one)}), and {what}",
+            f"an engine's GPU needs {gib(rest + one)} ({parts}, KV cache of one trajectory "
+            f"{gib(one)}), and rollout.gpu_memory_utilization = {share:g} of a GPU (run.gpu_gib) "
+            f"is {gib(budget)}",
             "engine",
         )
     return sequences
@@ -472,15 +465,13 @@ def _held_bytes(memory: Memory) -> float:
     return sum(memory.parts[name] for name in ("weights", "optimizer", "reference"))
 
 
-def offload_plan(
-    config: Config, memory: Memory, gpu_gib: float, *, shared: bool, taken_gib: float = 0.0
-) -> OffloadPlan:
+def offload_plan(config: Config, memory: Memory, gpu_gib: float, *, shared: bool) -> OffloadPlan:
     """Decide how much a rank offloads to host memory. If the size of the GPU memory is unknown (0),
     it offloads everything."""
     if not offloads(config, shared=shared):
         return OffloadPlan()
     parts, state = memory.parts, memory.parts["optimizer"]
-    free = (gpu_gib - taken_gib) * GIB
+    free = gpu_gib * GIB
     share = config.rollout.gpu_memory_utilization + _FRAGMENTED
     room = free - (share * gpu_gib + _fixed_gib(config)) * GIB
     excess = max(0.0, _held_bytes(memory) - max(0.0, room))
@@ -532,7 +523,7 @@ def host_bytes(config: Config, facts: ModelFacts, plan: OffloadPlan) -> float:
     return optimizer + plan.host
 
 
-def can_start_together(config: Config, facts: ModelFacts, gpu_gib: float, taken_gib: float) -> bool:
+def can_start_together(config: Config, facts: ModelFacts, gpu_gib: float) -> bool:
     """Return True if an engine and a rank can start on the same GPU at the same time. An engine
     that has to measure its KV cache must start alone (`guaranteed_cache_bytes`)."""
     if config.rollout.time_share or not guaranteed_cache_bytes(config, facts, gpu_gib):
@@ -540,30 +531,26 @@ def can_start_together(config: Config, facts: ModelFacts, gpu_gib: float, taken_
     rank = trainer_memory(config, facts, gpu=True)
     holds = rank.total - sum(rank.parts.get(name, 0.0) for name in (*STEP_PARTS, _JOINED))
     share = config.rollout.gpu_memory_utilization * gpu_gib
-    return share + RANK_SPARE * holds / GIB <= gpu_gib - taken_gib
+    return share + RANK_SPARE * holds / GIB <= gpu_gib
 
 
-def check_trainer_fits(
-    config: Config, memory: Memory, gpu_gib: float, *, shared: bool, taken_gib: float = 0.0
-) -> None:
+def check_trainer_fits(config: Config, memory: Memory, gpu_gib: float, *, shared: bool) -> None:
     """Raise DoesNotFit if a rank doesn't fit on its GPU, along with the engine if they share it."""
     share = config.rollout.gpu_memory_utilization
     needs = needed_bytes(config, memory, shared=shared)
     if shared and config.rollout.time_share:
-        room = gpu_gib - ENGINE_CUDA_GIB - taken_gib
-        stays = staying_gib(config, memory) + taken_gib
+        room = gpu_gib - ENGINE_CUDA_GIB
+        stays = staying_gib(config, memory)
         if share > 1 - stays / gpu_gib:
             raise DoesNotFit(
                 f"rollout.gpu_memory_utilization = {share:g}: {gib(stays * GIB)} of a GPU's "
                 f"{gib(gpu_gib * GIB)} (run.gpu_gib) stay with the trainer while the engine samples"
             )
     else:
-        room = gpu_gib * (1 - share * shared) - taken_gib
+        room = gpu_gib * (1 - share * shared)
     if needs <= room * GIB:
         return
     raise DoesNotFit(
         f"a trainer rank needs {gib(needs)} ({memory.largest_first()}), and has {gib(room * GIB)} "
-        f"of a GPU's {gib(gpu_gib * GIB)} (run.gpu_gib)"
-        + ", shared with an engine" * shared
-        + ", in part held by other processes" * bool(taken_gib)
+        f"of a GPU's {gib(gpu_gib * GIB)} (run.gpu_gib)" + ", shared with an engine" * shared
     )

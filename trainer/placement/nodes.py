@@ -8,12 +8,10 @@ import logging
 import os
 import secrets
 import shlex
-import shutil
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,8 +60,6 @@ _MEMORY_LIMITS = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 """Files with a container's memory limit, for cgroup versions 2 and 1."""
-_SMI_S = 10.0
-_NOTICED_GIB = 1.0  # an idle GPU may show this much memory as used
 QUOTED_PYTHON = {"py_executable": shlex.quote(sys.executable)}
 """Runtime environment for all actors. It quotes the path to Python, which Ray otherwise passes to a
 shell unquoted."""
@@ -197,31 +193,6 @@ def _visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _taken_gib(*, least: bool = False) -> float:
-    """Return how many GiB are used by other processes on this machine's busiest GPU, or on its
-    least busy one if `least` is set."""
-    program = shutil.which("nvidia-smi")
-    if not program:
-        return 0.0
-    command = [program, "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return 0.0
-    here = {str(torch.cuda.get_device_properties(i).uuid) for i in range(_visible_gpus())}
-    return _used_gib(done.stdout, here, least=least)
-
-
-def _used_gib(listing: str, uuids: Set[str], *, least: bool = False) -> float:
-    used: list[float] = []
-    for line in listing.splitlines():
-        uuid, _, mib = line.partition(",")
-        if uuid.strip().removeprefix("GPU-") in uuids and mib.strip().isdecimal():
-            used.append(int(mib) / 1024)
-    taken = (min if least else max)(used, default=0.0)
-    return taken if taken >= _NOTICED_GIB else 0.0
-
-
 def detect_hardware(config: Config) -> Hardware:
     """Detect the hardware that the run would get if it started right now, within the recipe's
     limits."""
@@ -234,13 +205,11 @@ def detect_hardware(config: Config) -> Hardware:
     size = min(run.gpu_gib or whole, whole or run.gpu_gib)
     if address and len(nodes) > 1:  # other nodes may have other GPUs
         size = run.gpu_gib or whole
-    taken = _taken_gib(least=bool(address))
     return Hardware(
         gpu=True,
         nodes=tuple(nodes),
         gpu_gib=size,
         gpu_name=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "",
-        taken_gib=max(0.0, taken - max(0.0, whole - size)),  # others may use the rest
         note=f"the cluster at {address}" if address else "this machine",
     )
 

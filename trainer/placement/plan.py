@@ -105,20 +105,20 @@ def make_plan(
     """Plan a run for a model with these properties. Set `shared` if an engine and a rank share a
     GPU. Raises ConfigError if the recipe isn't suitable for the model, and DoesNotFit if a GPU is
     too small."""
-    gpu, gpu_gib, taken_gib = hardware.gpu, hardware.gpu_gib, hardware.taken_gib
+    gpu, gpu_gib = hardware.gpu, hardware.gpu_gib
     check_trainer(config, facts, hardware.spec, gpu=gpu)
     engine = memory.engine_memory(config, facts, gpu=gpu)
     rank = memory.trainer_memory(config, facts, gpu=gpu)
     samples, cached, time = bool(config.data.sources), None, None
     if gpu and gpu_gib:
         if samples:
-            cached = memory.cached_sequences(config, engine, gpu_gib, taken_gib=taken_gib)
+            cached = memory.cached_sequences(config, engine, gpu_gib)
             budget = config.rollout.gpu_memory_utilization * gpu_gib * GIB
             rest = engine.total - engine.parts["KV cache"]
             cache = min(budget - rest, engine.parts["KV cache"])
             engine = Memory(parts={**engine.parts, "KV cache": cache})
-        memory.check_trainer_fits(config, rank, gpu_gib, shared=shared, taken_gib=taken_gib)
-    offload = memory.offload_plan(config, rank, gpu_gib, shared=shared and gpu, taken_gib=taken_gib)
+        memory.check_trainer_fits(config, rank, gpu_gib, shared=shared)
+    offload = memory.offload_plan(config, rank, gpu_gib, shared=shared and gpu)
     if gpu and samples:
         time = step_time(
             config,

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 import psutil
 
 _WORKER = "ray._private.worker"
-_DEATHS = ("Raylet is terminated", "A worker died or was killed", "The node with node id")
 _UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
 """Methods of Ray's `Node` class that start the autoscaler, the log monitor and the dashboard."""
 _STUBS = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ray_stubs.py"))]
@@ -23,22 +22,11 @@ _STUBS = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ray_stubs.py
 
 
 def silence_ray() -> None:
-    """Suppress Ray's messages about tokens, dead processes and signal handlers."""
+    """Suppress Ray's messages about tokens and signal handlers."""
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    worker: Any = import_module(_WORKER)
-    printed = worker.print_to_stdstream
-    if getattr(printed, "of_keel", False):
-        return
     logging.getLogger(_WORKER).addFilter(
         lambda record: "SIGTERM handler is not set" not in record.getMessage()
     )
-
-    def brief(data: Mapping[str, Any], *rest: Any, **named: Any) -> None:
-        if not "".join(map(str, data.get("lines", ()))).startswith(_DEATHS):
-            printed(data, *rest, **named)
-
-    brief.of_keel = True  # pyright: ignore[reportFunctionMemberAccess]
-    worker.print_to_stdstream = brief
 
 
 def free_by_node() -> dict[str, Mapping[str, float]]:

@@ -5,12 +5,7 @@ docs/scaling.md lists the measurements and the errors.
 """
 
 import math
-import time
 from dataclasses import dataclass, replace
-from functools import cache
-from statistics import median
-
-import torch
 
 from keel.configs.schema import Config
 from keel.model.load import ModelFacts
@@ -125,7 +120,6 @@ class StepTime:
     launch: float  # time that the trainer's host needs to launch the kernels counted in `compute`
     idle_trainer: bool
     """True if micro-batches are so small that the trainer's GPU waits for the host."""
-    cpu: bool = False
 
     @property
     def rollout(self) -> float:
@@ -140,12 +134,11 @@ class StepTime:
         return self.rollout + self.training + self.weights + self.driver + self.turns
 
     def lines(self) -> list[str]:
-        bound = "its host" if self.host_bound else "its CPU" if self.cpu else "its GPU"
-        how = "to a factor of two" if self.cpu else "not measured"
+        bound = "its host" if self.host_bound else "its GPU"
         waits = "; bound by its host: raise trainer.micro_batch_tokens" * self.idle_trainer
         turns = f"; time-sharing {seconds(self.turns)}" * (self.turns > 0)
         return [
-            f"ESTIMATE, {how}, for {self.machine} and completions of full length: "
+            f"ESTIMATE, not measured, for {self.machine} and completions of full length: "
             f"{seconds(self.total)} per step",
             f"rollout {seconds(self.rollout)} (decoding {seconds(self.decode)}: an engine of "
             f"{self.sequences} sequences steps in {1e3 * self.decode_step:.1f} ms, bound by "
@@ -166,7 +159,6 @@ def step_time(
     woken: float = 0.0,
     moved: float = 0.0,
     spec: GpuSpec | None = None,
-    rates: Rates | None = None,
 ) -> StepTime:
     """Estimate how many seconds each part of a step takes.
 
@@ -175,7 +167,7 @@ def step_time(
     cache. For time-shared GPUs, `woken` is the size in bytes of an engine that goes to sleep in
     each step, and `moved` is the number of bytes that a rank offloads and reloads.
     """
-    spec, rates = spec or GpuSpec(), rates or Rates()
+    spec, rates = spec or GpuSpec(), Rates()
     rollout, algorithm = config.rollout, config.algorithm
     completions = algorithm.prompts_per_step * algorithm.group_size
     at_once = max(1, min(engine_sequences(config), sequences or engine_sequences(config)))
@@ -382,56 +374,3 @@ def seconds(value: float) -> str:
     if value < 0.1:
         return f"{1e3 * value:.0f} ms"
     return f"{value:.1f} s" if value < 100 else f"{value / 60:.1f} min"
-
-
-# On a CPU
-
-_MEMORY_BYTES = 10e9  # nominal memory bandwidth shared by two or more cores, in bytes per second
-_GEMM_SHARE = 0.8
-_RATES = Rates(
-    gemm_share=_GEMM_SHARE,
-    attention_share=_GEMM_SHARE,
-    head_mfu=_GEMM_SHARE,
-    prefill_mfu=_GEMM_SHARE,
-    memory_share=1.0,
-    cache_share=1.0,
-    layer_step_s=3e-3,
-    optimizer_bytes=28.0,
-)
-"""Rates fitted to runs of a 135 M parameter model on two cores, accurate to within a factor of
-two."""
-
-
-@cache
-def _gemm_flops(dtype: torch.dtype) -> float:
-    rows, width = 512, 1024
-    a, b = torch.ones(rows, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
-    times, end = list[float](), time.perf_counter() + 0.3
-    while len(times) < 3 or time.perf_counter() < end:
-        began = time.perf_counter()
-        torch.mm(a, b)
-        times.append(time.perf_counter() - began)
-    return 2 * rows * width * width / median(times)
-
-
-def cpu_time(
-    config: Config, facts: ModelFacts, *, prompt_tokens: int, flops: float = 0.0
-) -> StepTime:
-    """Estimate how many seconds a step takes on this CPU. `prompt_tokens` is the mean prompt
-    length. `flops` is the GEMM rate in FLOP/s, or 0 to measure it."""
-    flops = flops or _gemm_flops(getattr(torch, config.model.dtype))
-    config = replace(config, data=replace(config.data, max_prompt_tokens=prompt_tokens))
-    estimate = step_time(
-        config,
-        facts,
-        micro_batches=count_micro_batches(config)[0] * config.algorithm.updates_per_batch,
-        spec=GpuSpec(
-            name=f"this CPU ({flops / 1e9:.0f} GFLOP/s measured)",
-            flops=flops,
-            memory_bytes=_MEMORY_BYTES,
-            link_bytes=_MEMORY_BYTES,
-            flash4=False,
-        ),
-        rates=_RATES,
-    )
-    return replace(estimate, cpu=True)

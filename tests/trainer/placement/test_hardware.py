@@ -33,15 +33,12 @@ from keel.trainer.placement.hardware import (
     ENGINE,
     JUDGE,
     RANK,
-    Hardware,
     Node,
     Placement,
     limit_nodes,
     place,
-    split_engine_warning,
 )
 from keel.trainer.placement.nodes import (
-    _used_gib,
     detect_hardware,
     planned_hardware,
     reserve_gpus,
@@ -113,9 +110,6 @@ def test_engine_larger_than_a_node_takes_equal_parts_of_several() -> None:
     with pytest.raises(ConfigError, match="multiple of 2, or at most 4"):
         place(sized(width=7, ranks=1), empty_nodes(4, 4, 4))
     assert homes(place(sized(width=7, ranks=1), empty_nodes(4), only=RANK), RANK) == ["n0"]
-    hardware = Hardware(gpu=True, nodes=tuple(empty_nodes(4, 4)))
-    assert "split over 2 nodes" in split_engine_warning(sized(width=6), hardware)
-    assert not split_engine_warning(sized(width=4), hardware)
 
 
 def test_groups_are_removed_if_a_later_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,13 +256,6 @@ def test_planned_and_detected_hardware(
         assert hardware.gpu == (expected is not None)
         if expected:
             assert ([node.gpus for node in hardware.nodes], hardware.gpu_gib) == expected
-
-
-def test_only_memory_of_visible_gpus_counts() -> None:
-    listed = "GPU-aa-1, 40960\nGPU-bb-2, 81920\nGPU-cc-3, 300\nGPU-dd-4, [N/A]\n"
-    assert _used_gib(listed, {"aa-1", "cc-3", "dd-4"}) == 40.0
-    assert _used_gib(listed, {"cc-3"}) == 0.0  # used by an idle driver
-    assert _used_gib(listed, {"aa-1", "bb-2"}, least=True) == 40.0
 
 
 @pytest.fixture(params=[True, False], ids=["avx512_bf16", "avx2"])
