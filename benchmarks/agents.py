@@ -190,9 +190,6 @@ def plainly(pool: Any, requests: Sequence[Prompt], sampling: SamplingConfig) -> 
     return {
         "tokens_per_second": tokens / seconds,
         "ms_per_step": 1e3 * did["busy_s"] / did["steps"],
-        "completions": len(completions),
-        "sampled_mean": tokens / len(completions),
-        "context_mean": statistics.mean(len(t.segments[0].token_ids_T) for t in completions),
     }
 
 
@@ -229,11 +226,7 @@ def measure(
         "whole": whole,
         "by_turn": by_turn,
         "agents_ms_per_step": 1e3 * did["busy_s"] / did["steps"],
-        "episodes": len(trajectories),
         "dropped": sorted({reason for group in groups for reason in group.dropped}),
-        "turns_mean": statistics.mean(usage.turns for usage in usages),
-        "sampled_mean": tokens / len(trajectories),
-        "context_mean": statistics.mean(len(t.segments[-1].token_ids_T) for t in trajectories),
         "prefix_hit_fraction": sum(u.cached_tokens for u in usages)
         / sum(u.repeated_tokens for u in usages),
     }

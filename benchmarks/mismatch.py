@@ -7,8 +7,12 @@ so the remaining mismatch is rounding and summation order. The default model has
 Qwen3-0.6B, random weights and logits of standard deviation 8 (`sharpness` of `--size`); `--model`
 takes any model folder with a chat template. `gap` is a completion's mean_t(log π_old − log π_θ),
 which the off-policy sequence mask compares with δ (`algorithm.mask_delta`), for completions cut at
-several lengths. Speed is measured by sampling a second batch, and by forward and backward passes
-over the first batch after a warm-up, without an optimizer step.
+several lengths.
+
+An acceptance test for any model: KL(π_old ‖ π_θ) over 20 batches with the same weights, by depth in
+the completion, with everything replayed and (`unreplayed`) with live routes and no masks:
+
+    python -m benchmarks.mismatch --out OUT --model FOLDER --arms bfloat16 --size '{"batches": 20}'
 
 Writes OUT/mismatch.json. Arms run one after the other, each in a separate process.
 """
@@ -20,11 +24,11 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
@@ -79,6 +83,7 @@ ARMS: Mapping[str, Arm] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
+    batches: int = 1
     prompts: int = 16
     group: int = 8
     prompt_tokens: int = 128
@@ -98,7 +103,7 @@ def questions(size: Size, *, words: bool) -> list[Prompt]:
         " ".join(f"w{pick.randrange(100, 500)}" for _ in range(size.prompt_tokens - 12))
         if words
         else pick.choice(QUESTIONS).format(pick.choice(TOPICS))
-        for _ in range(size.prompts)
+        for _ in range(size.prompts * size.batches)
     ]
     return [
         Prompt(prompt_id=str(i), domain="d", messages=({"role": "user", "content": text},))
@@ -127,36 +132,28 @@ def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any
     )
     engine = EngineThread(lambda: VllmEngine(spec), config)
 
-    def sampled(size: Size) -> list[Group]:
-        requests = [GroupRequest(prompt, size.group) for prompt in questions(size, words=words)]
-        futures = [
-            engine.sample(request, sampling=config.sampling, record=True) for request in requests
-        ]
-        return [future.result(timeout=TIMEOUT_S) for future in futures]
-
-    groups = sampled(size)
-    began = time.monotonic()
-    others = sampled(replace(size, seed=size.seed + 1))
-    sampling_s = time.monotonic() - began
-    segments = [s for group in others for t in group.trajectories for s in t.segments]
-    tokens = sum(int(segment.trainable_T.sum()) for segment in segments)
+    requests = [GroupRequest(prompt, size.group) for prompt in questions(size, words=words)]
+    futures = [engine.sample(each, sampling=config.sampling, record=True) for each in requests]
+    groups = [future.result(timeout=TIMEOUT_S) for future in futures]
+    segments = [s for group in groups for t in group.trajectories for s in t.segments]
     engine.close()
     # vLLM replaces transformers' class of deepseek_v32 in its own process.
     with ProcessPoolExecutor(1, get_context("spawn")) as trainer:
         args = arm, folder, size, groups
-        ours, theirs, sequence, training_s = trainer.submit(scores, *args).result(TIMEOUT_S)
-        results = figures(ours, theirs, sequence)
+        results = figures(*trainer.submit(scores, *args).result(TIMEOUT_S))
         if any(segment.selected_TLb is not None for segment in segments):
-            own = trainer.submit(scores, *args, replays=False).result(TIMEOUT_S)
-            results["own_selection"] = figures(*own[:3])
-    return results | {"sampled_per_s": tokens / sampling_s, "training_s": training_s}
+            own = trainer.submit(scores, *args, replay="no selection").result(TIMEOUT_S)
+            results["own_selection"] = figures(*own)
+        if size.batches > 1:
+            own = trainer.submit(scores, *args, replay="nothing").result(TIMEOUT_S)
+            results["unreplayed"] = figures(*own)
+    return results
 
 
 def scores(
-    arm: Arm, folder: Path, size: Size, groups: Sequence[Group], replays: bool = True
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-    """Return log π_θ, log π_old and the sequence index of each sampled token, and the seconds of
-    forward and backward passes over all tokens."""
+    arm: Arm, folder: Path, size: Size, groups: Sequence[Group], replay: str = "everything"
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return log π_θ, log π_old and the sequence index of each sampled token."""
     import torch  # noqa: PLC0415
 
     from keel.model.load import load_policy  # noqa: PLC0415
@@ -176,20 +173,20 @@ def scores(
         wide_residual=arm.residual == "float32",
     )
     network = network.to(device).train()
-    network.replays = replays  # the selections of sparse attention
+    network.replays = replay == "everything"  # the selections of sparse attention
     if arm.compiled:
         compile_layers(network.model)
     (plan,) = plan_packing([unscored(g) for g in groups], ranks=1, micro_batch_tokens=8192)
     batch = plan.pack()
 
-    def replayed(inputs: Inputs) -> Any:
-        return nullcontext() if inputs.routes_NLK is None else recorded_routes(network, inputs)
-
     parts: list[tuple[Any, ...]] = []
     first = 0
     for micro_batch in batch.micro_batches:
+        if replay == "nothing":
+            micro_batch = replace(micro_batch, routes_NLK=None, sampling_mask=None)
         inputs = Inputs.of(micro_batch, device)
-        with torch.no_grad(), replayed(inputs):
+        live = inputs.routes_NLK is None
+        with torch.no_grad(), nullcontext() if live else recorded_routes(network, inputs):
             logp, *_ = network(inputs=inputs)
         parts.append(
             (
@@ -201,19 +198,7 @@ def scores(
         first += len(inputs.sequence_tokens_S)
     ours, theirs, sequence = (np.concatenate(column) for column in zip(*parts, strict=True))
 
-    def trained() -> float:
-        began = time.monotonic()
-        for micro_batch in batch.micro_batches:
-            inputs = Inputs.of(micro_batch, device)
-            with replayed(inputs):
-                logp, *_ = network(inputs=inputs)
-                logp.sum().backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.monotonic() - began
-
-    trained()
-    return ours, theirs, sequence, trained()
+    return ours, theirs, sequence
 
 
 def unscored(group: Group) -> ScoredGroup:
@@ -236,7 +221,13 @@ def figures(ours: np.ndarray, theirs: np.ndarray, sequence: np.ndarray) -> dict[
         "kl": float((ratio - 1 - np.log(ratio)).mean()),
         "entropy_bound": float(-theirs.mean()),
         "gap": {},
+        "kl_by_depth": {},
     }
+    starts = np.flatnonzero(np.diff(sequence, prepend=-1))
+    depth = np.arange(len(gap)) - np.repeat(starts, np.diff(starts, append=len(gap)))
+    for above, length in pairwise((0, *LENGTHS)):
+        inside = (ratio - 1 + gap)[(depth >= above) & (depth < length)]
+        results["kl_by_depth"][length] = float(inside.mean()) if len(inside) else None
     for length in LENGTHS:
         means = [
             mean
@@ -327,10 +318,15 @@ def main() -> None:
             print(f"{name}: {error}\n{log.read_text()[-1500:]}", flush=True)
             continue
         rows[name] = json.loads(result.read_text())
-        shown = {k: v for k, v in rows[name].items() if k != "gap"}
-        print(name, json.dumps(shown), json.dumps(rows[name]["gap"]), flush=True)
+        print(name, json.dumps({k: v for k, v in rows[name].items() if k != "gap"}), flush=True)
         report = {"commit": commit(), "size": asdict(size), "arms": rows}
         (options.out / "mismatch.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(f"| arm | KL | {' | '.join(f'to token {length}' for length in LENGTHS)} |")
+    for name, row in rows.items():
+        for label, part in ((name, row), (f"{name}, unreplayed", row.get("unreplayed", {}))):
+            cells = [part.get("kl"), *part.get("kl_by_depth", {}).values()]
+            if part:
+                print(f"| {label} | {' | '.join(f'{c:.2g}' if c else '–' for c in cells)} |")
     sys.exit(int(len(rows) < len(options.arms)))
 
 

@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -87,7 +86,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     learner = Learner(str(folder), config, gpu=not small, actor_options=lambda _: each)
     try:
         learner.start()
-        (row["first_s"], *times), row["applied"] = timed(learner, config, each, options)
+        row["first_s"], *times = timed(learner, config, each, options)
         row["seconds"] = middle = statistics.median(times)
         row["gb_s"] = gigabytes / middle
         print(json.dumps(row, indent=1), flush=True)
@@ -97,8 +96,8 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
 
 def timed(
     learner: Learner, config: Config, each: Mapping[str, Any], options: argparse.Namespace
-) -> tuple[list[float], list[str]]:
-    """Return the seconds of each update of a new engine, and the update method of each worker."""
+) -> list[float]:
+    """Return the seconds of each update of a new engine."""
     pool = ray_pool(
         EngineSpec.of(config, config.model.path),
         gpu=not options.small,
@@ -112,20 +111,9 @@ def timed(
             began = time.perf_counter()
             WeightSync(learner, pool, direct=True).push(0).result(timeout=TIMEOUT_S)
             times.append(time.perf_counter() - began)
-        actor = pool._supervisor.slots[0].engine.receiver.actor
-        return times, ray.get(actor.__ray_call__.remote(ways_of_workers), timeout=TIMEOUT_S)
+        return times
     finally:
         pool.shutdown()
-
-
-def ways_of_workers(worker: Any) -> list[str]:
-    """Return the update method of each worker; runs in the engine's actor."""
-
-    def way(worker: Any) -> str:
-        return "copies" if worker.keel_plan is not None else worker.keel_tracer.refusal
-
-    future = worker._engine._enqueue(lambda engine: engine._llm.collective_rpc(way))
-    return future.result(timeout=TIMEOUT_S)
 
 
 def main() -> None:

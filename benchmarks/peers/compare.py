@@ -5,13 +5,14 @@
     python -m benchmarks.peers.compare --out FOLDER --small      # smoke test on a CPU
     python -m benchmarks.peers.compare --out FOLDER --draw 3     # random workload
     python -m benchmarks.peers.compare --verdict FOLDER …        # over four or more draws
+    python -m benchmarks.peers.compare --out FOLDER --shape 8b --arms keel-auto,keel-narrow
     python -m benchmarks.peers.compare --out FOLDER --arms keel-turns,verl,trl --verl-path PACKAGES
 
 Arms are defined in `trl_grpo.ARMS`, `verl_grpo.ARMS` and `keel_grpo.ARMS`. They run one after the
 other in separate processes; the first steps of each are warm-up. FOLDER/results.json and
 FOLDER/report.md are rewritten after every arm. verl's requirements conflict with Keel's:
-`pip install --target=PACKAGES -r requirements/peers-verl.txt`. Arms that are expected to exceed
-`--budget-s` are skipped. Further calls add arms to FOLDER; with `--scratch` they share one model.
+`pip install --target=PACKAGES -r requirements/peers-verl.txt`. Arms are cut short at `--budget-s`.
+Further calls add arms to FOLDER; with `--scratch` they share one model.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,15 @@ from benchmarks.peers.report import (
     judge_draws,
     report,
 )
-from benchmarks.peers.workload import Workload
+from benchmarks.peers.workload import QWEN3, Workload
 
 ROOT = Path(__file__).parents[2]
 ORDER = "trl,trl-fit,keel-auto"
 SMALL_ORDER = "keel,trl"
 DRAWN_ORDER = f"trl,trl-liger,{WITHIN}"
-EXPECTED_S = {"trl": 120.0, "keel": 90.0, "verl": 150.0}
-"""Initial estimate of an arm's seconds, by system."""
+SYSTEMS = ("trl", "keel", "verl")
+MIN_S = 60.0
+"""Minimum remaining seconds to start an arm."""
 MARK = "PEERS_ARM"
 """Environment variable that marks the processes of an arm."""
 BUILD_S = 180.0
@@ -95,7 +97,6 @@ class Bench:
         self._read_gpu = gpu_reader()
         if self._read_gpu:
             check_alone(self._read_gpu)
-        self._expected_s: dict[str, float] = {}
         self.runs = earlier(options.out)
         if self.runs:
             check_same(options.out, self.facts())
@@ -106,16 +107,10 @@ class Bench:
 
     def all(self, arms: Sequence[str]) -> None:
         for arm in arms:
-            expected = self._expected_s.get(arm) or EXPECTED_S[system(arm)]
-            why = self._missing(arm)
-            if not why and expected > self.remaining_s:
-                why = f"{expected:.0f} s expected, {self.remaining_s:.0f} s left"
-            if why:
-                result = ArmRun(arm=arm, run=len(self.runs) + 1, status="skipped", why=why)
-            else:
-                result = self._one(arm)
-                self._expected_s[arm] = 1.1 * result.wall_s
-            self.runs.append(result)
+            why = self._missing(arm) or ("no time left" if self.remaining_s < MIN_S else "")
+            number = len(self.runs) + 1
+            skipped = ArmRun(arm=arm, run=number, status="skipped", why=why)
+            self.runs.append(skipped if why else self._one(arm))
             self.write()
 
     def _missing(self, arm: str) -> str:
@@ -130,33 +125,16 @@ class Bench:
         return ""
 
     def _one(self, arm: str) -> ArmRun:
-        number, mark = len(self.runs) + 1, uuid.uuid4().hex
+        number = len(self.runs) + 1
         name = f"{number}-{arm}"
         out, log = self._options.out / f"{name}.json", self._options.out / f"{name}.log"
         timeout_s = min(self._options.arm_s, self.remaining_s)
         packages = self._options.verl_path if system(arm) == "verl" else None
         print(f"{name}: started, {self.remaining_s:.0f} s left", flush=True)
-        began, wall_began = time.monotonic(), time.time()
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                self._command(arm, out),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=environment(mark, packages),
-                cwd=ROOT,
-                start_new_session=True,
-            )
-        peak = PeakMemory(lambda: process.pid)
-        status: Status = "done"
-        try:
-            with peak:
-                process.wait(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            status = "cut short"
-        finally:
-            end_all(process, mark)
-        if status == "done" and process.returncode:
-            status = "failed"
+        wall_began = time.time()
+        status, wall_s, peak = watch(
+            self._command(arm, out), log, timeout_s=timeout_s, packages=packages
+        )
         if self._read_gpu and not settled(self._read_gpu, peak.before):
             print(f"{name}: its GPU memory was not released", flush=True)
         details: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
@@ -166,7 +144,7 @@ class Bench:
             arm=arm,
             run=number,
             status=status,
-            wall_s=time.monotonic() - began,
+            wall_s=wall_s,
             start_s=max(0.0, first - wall_began) if first else 0.0,
             peak_gib=peak.gib,
             why="" if status == "done" else last_line(log),
@@ -235,8 +213,47 @@ class Bench:
 
 
 def system(arm: str) -> str:
-    """System of an arm: a key of `EXPECTED_S` and the prefix of its module."""
+    """System of an arm: one of `SYSTEMS` and the prefix of its module."""
     return arm.partition("-")[0]
+
+
+def watch(
+    command: Sequence[str],
+    log: Path,
+    *,
+    timeout_s: float,
+    packages: Path | None = None,
+    gpu: str = "",
+    tick: Callable[[float], bool] = lambda _: True,
+) -> tuple[Status, float, PeakMemory]:
+    """Run an arm; return how it ended, its seconds and its memory.
+
+    tick: gets the peak in GiB five times a second; if it returns False, the arm is cut short.
+    """
+    mark, began = uuid.uuid4().hex, time.monotonic()
+    variables = environment(mark, packages) | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+    status: Status = "done"
+    try:
+        with PeakMemory(lambda: process.pid, gpu) as peak:
+            while process.poll() is None:
+                time.sleep(0.2)
+                if time.monotonic() - began > timeout_s or not tick(peak.gib):
+                    status = "cut short"
+                    break
+    finally:
+        end_all(process, mark)
+    if status == "done" and process.returncode:
+        status = "failed"
+    return status, time.monotonic() - began, peak
 
 
 def end_all(process: subprocess.Popen[bytes], mark: str) -> None:
@@ -257,9 +274,10 @@ def end_all(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log that mentions an error, or its last line."""
+    """Return Keel's last words, or the last line of a log that mentions an error, or its last."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    errors = [line for line in lines if "Error" in line or "error" in line] or lines
+    ours = [line for line in lines if line.startswith("keel train: ")]
+    errors = ours or [line for line in lines if "Error" in line or "error" in line] or lines
     return next((line[:300] for line in reversed(errors) if line), "")
 
 
@@ -270,6 +288,7 @@ def build(options: argparse.Namespace, scratch: Path) -> Workload:
     """
     which = ["--small"] if options.small else []
     which += [] if options.draw is None else [f"--draw={options.draw}"]
+    which += [f"--shape={options.shape}"] if options.shape else []
     marker, expected = scratch / "made.txt", " ".join(which)
     if not marker.exists():
         command = [sys.executable, "-m", "benchmarks.peers.shape", f"--out={scratch}", *which]
@@ -294,6 +313,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     which.add_argument("--small", action="store_true", help="use a tiny model, for a CPU")
     which.add_argument("--draw", type=int, metavar="SEED", help="draw the workload at random")
     which.add_argument(
+        "--shape", default="", metavar="NAME", help=f"one of {', '.join(QWEN3)}; default: 0.6b"
+    )
+    which.add_argument(
         "--verdict", type=Path, nargs="+", metavar="FOLDER", help="judge drawn workloads instead"
     )
     help_within = f"memory limit of {WITHIN}; default: {GOALS[1]:.0%}% of TRL's fastest arm"
@@ -312,8 +334,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     default = SMALL_ORDER if options.small else DRAWN_ORDER if drawn else ORDER
     options.arms = (options.arms or default).split(",")
     for arm in options.arms:
-        if system(arm) not in EXPECTED_S:
-            parser.error(f"--arms: {arm!r} must start with one of {', '.join(EXPECTED_S)}")
+        if system(arm) not in SYSTEMS:
+            parser.error(f"--arms: {arm!r} must start with one of {', '.join(SYSTEMS)}")
     return options
 
 

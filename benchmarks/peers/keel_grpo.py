@@ -31,26 +31,48 @@ NOTES = (
     "sampling/kept_mean",
     "sampling/kept_mass",
     "mismatch/logp_abs",
+    "mismatch/kl",
+    "mismatch/ratio_mean",
+    "mismatch/ratio_outside_fraction",
     "mismatch/ratio_max",
     "mask/sequence_fraction",
+    "staleness/mean",
     "rollout/dropped_completions",
     "time/idle_fraction",
 )
 AUTO, WITHIN = "keel-auto", "keel-within"
+TURNS = {
+    "trainer.compile": True,
+    "trainer.activation_checkpointing": False,
+    "trainer.micro_batch_tokens": 17_280,
+    "rollout.time_share": True,
+    "trainer.offload_while_sampling": False,
+}
+APART = {
+    **TURNS,
+    "rollout.gpu_memory_utilization": 0.31,
+    "trainer.offload_while_sampling": True,
+}
 ARMS: dict[str, dict[str, Any]] = {
     "keel": {},
-    "keel-turns": {
-        "rollout.recorder": "packed",
-        "trainer.compile": True,
-        "trainer.activation_checkpointing": False,
-        "trainer.micro_batch_tokens": 17_280,
-        "rollout.time_share": True,
-        "trainer.offload_while_sampling": False,
+    "keel-turns": {"rollout.recorder": "packed", **TURNS},
+    "keel-turns-large": {**TURNS, "rollout.gpu_memory_utilization": 0.2},
+    "keel-wide": {
+        **TURNS,
+        "trainer.micro_batch_tokens": 32_256,
+        "rollout.time_share": False,
+        "rollout.gpu_memory_utilization": 0.2,
     },
+    "keel-recomputed": {
+        **APART,
+        "trainer.activation_checkpointing": True,
+        "trainer.micro_batch_tokens": 18_432,
+    },
+    "keel-narrow": {**APART, "trainer.micro_batch_tokens": 3_456},
     AUTO: {},
     WITHIN: {},
 }
-"""Knobs that differ from `recipe`."""
+"""Knobs that differ from `recipe`. `APART` offloads the trainer while the engine samples."""
 SET_BY_HAND = (
     "rollout.max_num_seqs",
     "rollout.gpu_memory_utilization",
@@ -80,7 +102,11 @@ def recipe(
             "save_trajectories": 0,
             "resume": "never",
         },
-        "model": {"path": workload.model, "dtype": "bfloat16" if gpu else "float32"},
+        "model": {
+            "path": workload.model,
+            "dtype": "bfloat16" if gpu else "float32",
+            "lora": {"rank": workload.lora_rank, "alpha": 2.0 * max(1, workload.lora_rank)},
+        },
         "data": {
             "max_prompt_tokens": workload.prompt_tokens,
             "sources": [
@@ -89,7 +115,7 @@ def recipe(
                     "source": "jsonl",
                     "path": workload.prompts,
                     "kl_coef": workload.kl_coef,
-                    "rewards": {"benchmarks.peers.reward.variety": 1.0},
+                    "rewards": {f"benchmarks.peers.reward.{workload.reward}": 1.0},
                 }
             ],
         },
@@ -162,7 +188,7 @@ def run(
     workload: Workload, file: ArmFile, *, arm: str, steps: int, overrides: list[str], scratch: Path
 ) -> None:
     folder = scratch / f"run-{arm}-{int(time.time())}"
-    length = AUTO_STEPS if arm in (AUTO, WITHIN) else steps + 1
+    length = max(AUTO_STEPS if arm in (AUTO, WITHIN) else 0, steps + 1)
     gpu = torch.cuda.is_available()  # creates no CUDA context
     content = recipe(workload, folder=folder, steps=length, gpu=gpu, arm=arm)
     path = scratch / f"{folder.name}.yaml"

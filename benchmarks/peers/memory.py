@@ -22,8 +22,8 @@ class PeakMemory:
     `pid()`.
     """
 
-    def __init__(self, pid: Callable[[], int | None]) -> None:
-        gpu = gpu_reader()
+    def __init__(self, pid: Callable[[], int | None], gpu_id: str = "") -> None:
+        gpu = gpu_reader(gpu_id)
         self._read = gpu or tree_reader(pid)
         self._interval_s = GPU_INTERVAL_S if gpu else TREE_INTERVAL_S
         self._stop = threading.Event()
@@ -50,14 +50,14 @@ class PeakMemory:
             self.peak = max(self.peak, self._read())
 
 
-def _gpu() -> tuple[Any, Any] | None:
-    """Return NVML and the handle of the first visible GPU, if any."""
+def _gpu(gpu: str = "") -> tuple[Any, Any] | None:
+    """Return NVML and the handle of a GPU (default: the first visible one), if any."""
     try:
         import pynvml  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
     except ImportError:
         return None
     nvml: Any = pynvml
-    gpu = first_gpu()
+    gpu = gpu or first_gpu()
     try:
         nvml.nvmlInit()
         if gpu.isdecimal():
@@ -67,12 +67,12 @@ def _gpu() -> tuple[Any, Any] | None:
         return None
 
 
-def gpu_reader() -> Callable[[], float] | None:
-    """Return a function that reads the bytes in use on the first GPU; None without a GPU.
+def gpu_reader(gpu_id: str = "") -> Callable[[], float] | None:
+    """Return a function that reads the bytes in use on a GPU; None without a GPU.
 
     Creates no CUDA context in this process.
     """
-    if (gpu := _gpu()) is None:
+    if (gpu := _gpu(gpu_id)) is None:
         return None
     nvml, handle = gpu
     return lambda: float(nvml.nvmlDeviceGetMemoryInfo(handle).used)

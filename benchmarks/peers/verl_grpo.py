@@ -30,36 +30,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks.peers import reward
 from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_parser, versions
 
-ATTENTION = "torch_varlen"  # verl_attention.NAME, without importing torch
 TURN = "benchmark_turn"
 SOURCE = "peers"
-PHASES = {
-    "gen": "rollout",
-    "old_log_prob": "old and reference passes",
-    "ref": "old and reference passes",
-    "adv": "advantages",
-    "update_actor": "training",
-    "update_weights": "weights",
-}
+PHASES = {"gen": "rollout", "update_actor": "training", "update_weights": "weights"}
 """verl's timers → phases of the report; rewards are part of the rollout."""
 NOTES = (
     "critic/score/mean",
-    "actor/pg_loss",
     "actor/kl_loss",
-    "actor/ppo_kl",
     "actor/grad_norm",
-    "actor/entropy",
-    "actor/lr",
     "response_length/mean",
-    "response_length/min",
     "training/rollout_probs_diff_mean",
-    "perf/mfu/actor",
-    "actor/perf/max_memory_allocated_gb",
-    "actor/perf/max_memory_reserved_gb",
-    "timing_s/step",
 )
 CHECKPOINTED, KEPT = 16_384, 9_216
 """Tokens per micro-batch with gradient checkpointing (verl's default) and without (about 30 GiB of
@@ -85,7 +70,6 @@ class Settings:
 FAST = Settings(gradient_checkpointing=False, engine_log_probs=False, quick_poll=True)
 ARMS = {
     "verl": Settings(),
-    "verl-fast": FAST,
     "verl-liger": replace(FAST, liger=True),
 }
 
@@ -103,112 +87,53 @@ def overrides(
 ) -> dict[str, Any]:
     """Return verl's configuration overrides; `folder` has the files of `write_inputs`."""
     tokens = micro_batch(workload, settings)
+    scored = max(tokens, CHECKPOINTED)
     prompts = str(folder / "prompts.jsonl")
-    data = {
-        "train_files": prompts,
-        "val_files": prompts,
-        "train_batch_size": workload.prompts_per_step,
-        "max_prompt_length": workload.prompt_tokens,
-        "max_response_length": workload.completion_tokens,
-        "shuffle": False,
-        "dataloader_num_workers": 0,
-        "truncation": "error",
-    }
-    model = {
-        "path": workload.model,
-        "external_lib": "benchmarks.peers.verl_attention",
-        "+override_config.attn_implementation": ATTENTION,
-        "use_remove_padding": True,
-        "enable_gradient_checkpointing": settings.gradient_checkpointing,
-        "use_fused_kernels": True,
-        "fused_kernel_options.impl_backend": "triton",
-        "use_liger": settings.liger,
-    }
-    actor = {
-        "strategy": "fsdp2",
-        "fsdp_config.reshard_after_forward": False,
-        "ppo_mini_batch_size": workload.prompts_per_step,
-        "ppo_epochs": 1,
-        "use_dynamic_bsz": True,
-        "ppo_max_token_len_per_gpu": tokens,
-        "clip_ratio": workload.clip,
-        "clip_ratio_low": workload.clip,
-        "clip_ratio_high": workload.clip,
-        "loss_agg_mode": "seq-mean-token-mean",
-        "entropy_coeff": 0,
-        "use_kl_loss": True,
-        "kl_loss_type": "low_var_kl",
-        "kl_loss_coef": workload.kl_coef,
-        "grad_clip": workload.grad_clip,
-        "optim.lr": workload.lr,
-        "optim.lr_scheduler_type": "constant",
-        "optim.betas": [workload.beta1, workload.beta2],
-        "optim.weight_decay": 0.0,
-        "optim.clip_grad": workload.grad_clip,
-    }
-    ref = {
-        "strategy": "fsdp2",
-        "fsdp_config.model_dtype": "bfloat16",
-        "log_prob_use_dynamic_bsz": True,
-        "log_prob_max_token_len_per_gpu": max(tokens, CHECKPOINTED),
-    }
-    rollout = {
-        "name": "vllm",
-        "n": workload.group_size,
-        "temperature": workload.temperature,
-        "top_p": workload.top_p,
-        "top_k": workload.top_k,
-        "tensor_model_parallel_size": 1,
-        "gpu_memory_utilization": 0.5,
-        "max_model_len": workload.context,
-        "max_num_seqs": max(256, workload.sequences),
-        "free_cache_engine": True,
-        "calculate_log_probs": settings.engine_log_probs,
-        "log_prob_use_dynamic_bsz": True,
-        "log_prob_max_token_len_per_gpu": max(tokens, CHECKPOINTED),
-        "agent.num_workers": 4,
-        "agent.default_agent_loop": TURN,
-        "agent.agent_loop_config_path": str(folder / "turn.yaml"),
-    }
-    trainer = {
-        "logger": ["console", "file"],
-        "project_name": SOURCE,
-        "experiment_name": SOURCE,
-        "n_gpus_per_node": 1,
-        "nnodes": 1,
-        "total_epochs": 1000,
-        "total_training_steps": steps,
-        "save_freq": -1,
-        "test_freq": -1,
-        "val_before_train": False,
-        "resume_mode": "disable",
-        "default_local_dir": str(folder / "checkpoints"),
-    }
-    rest = {
-        "algorithm.adv_estimator": "grpo",
-        "algorithm.norm_adv_by_std_in_grpo": False,
-        "algorithm.use_kl_in_reward": False,
-        "reward.num_workers": 2,
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    made = {
+        "data.train_files": prompts,
+        "data.val_files": prompts,
+        "data.train_batch_size": workload.prompts_per_step,
+        "data.max_prompt_length": workload.prompt_tokens,
+        "data.max_response_length": workload.completion_tokens,
+        "actor_rollout_ref.model.path": workload.model,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": settings.gradient_checkpointing,
+        "actor_rollout_ref.model.use_liger": settings.liger,
+        f"{actor}.ppo_mini_batch_size": workload.prompts_per_step,
+        f"{actor}.ppo_max_token_len_per_gpu": tokens,
+        **dict.fromkeys(
+            (f"{actor}.clip_ratio{end}" for end in ("", "_low", "_high")), workload.clip
+        ),
+        f"{actor}.kl_loss_coef": workload.kl_coef,
+        f"{actor}.grad_clip": workload.grad_clip,
+        f"{actor}.optim.lr": workload.lr,
+        f"{actor}.optim.betas": [workload.beta1, workload.beta2],
+        f"{actor}.optim.clip_grad": workload.grad_clip,
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": scored,
+        f"{rollout}.n": workload.group_size,
+        f"{rollout}.temperature": workload.temperature,
+        f"{rollout}.top_p": workload.top_p,
+        f"{rollout}.top_k": workload.top_k,
+        f"{rollout}.max_model_len": workload.context,
+        f"{rollout}.max_num_seqs": max(256, workload.sequences),
+        f"{rollout}.calculate_log_probs": settings.engine_log_probs,
+        f"{rollout}.log_prob_max_token_len_per_gpu": scored,
+        f"{rollout}.agent.agent_loop_config_path": str(folder / "turn.yaml"),
+        "trainer.total_training_steps": steps,
+        "trainer.default_local_dir": str(folder / "checkpoints"),
         "reward.custom_reward_function.path": str(Path(reward.__file__).resolve()),
         "reward.custom_reward_function.name": reward.variety_of_solution.__name__,
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 2,
         # verl reserves more CPUs than it uses, so Ray might not schedule its processes.
         "ray_kwargs.ray_init.num_cpus": max(32, os.cpu_count() or 1),
-        "+ray_kwargs.ray_init.include_dashboard": False,
-        "+ray_kwargs.ray_init._node_ip_address": "127.0.0.1",
     }
     if settings.quick_poll:
-        trainer["v1.sampler.custom_sampler.path"] = str(Path(__file__).with_name("verl_parts.py"))
-        trainer["v1.sampler.custom_sampler.name"] = "QuickReplayBuffer"
-    return {
-        **under("data", data),
-        **under("actor_rollout_ref.model", model),
-        **under("actor_rollout_ref.actor", actor),
-        **under("actor_rollout_ref.ref", ref),
-        **under("actor_rollout_ref.rollout", rollout),
-        **under("trainer", trainer),
-        **rest,
-    }
+        sampler = "trainer.v1.sampler.custom_sampler"
+        made[f"{sampler}.path"] = str(Path(__file__).with_name("verl_parts.py"))
+        made[f"{sampler}.name"] = "QuickReplayBuffer"
+    fixed: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("verl.yaml").read_text())
+    for section, keys in fixed.items():
+        made |= under(section, keys)
+    return made
 
 
 def under(section: str, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,15 +191,11 @@ class Watched:
 
     def _step(self, line: Mapping[str, Any], now: float) -> StepTimes:
         metrics: Mapping[str, Any] = line["data"]
-        phases: dict[str, float] = {}
-        for timer, name in PHASES.items():
-            if f"timing_s/{timer}" in metrics:
-                phases[name] = phases.get(name, 0.0) + float(metrics[f"timing_s/{timer}"])
         return StepTimes(
             step=line["step"],
             seconds=now - self._last,
             tokens=round(metrics["response_length/mean"] * self.sequences),
-            phases=phases,
+            phases={name: metrics.get(f"timing_s/{timer}", 0.0) for timer, name in PHASES.items()},
             notes={
                 name: float(metrics[name])
                 for name in NOTES

@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a dense Qwen3 with a tied head."""
+    """Sizes of a dense Qwen3."""
 
     vocab_size: int
     """Rows of the embedding."""
@@ -26,6 +26,8 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
+    tied: bool = True
+    """Whether the head is the embedding."""
     max_context: int = 4096
     spread: float = 0.02
     """Standard deviation of the layers' matrices. Narrow models need a larger one, or sampling
@@ -35,7 +37,7 @@ class Shape:
     def parameters(self) -> int:
         attention = 2 * self.hidden_size * self.head_dim * (self.heads + self.kv_heads)
         layer = attention + 3 * self.hidden_size * self.intermediate_size
-        return self.layers * layer + self.vocab_size * self.hidden_size
+        return self.layers * layer + (2 - self.tied) * self.vocab_size * self.hidden_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,10 @@ class Workload:
     model: str = ""
     prompts: str = ""
     """JSONL file of chat prompts."""
+    reward: str = "variety"
+    """Function of `benchmarks.peers.reward`."""
+    lora_rank: int = 0
+    """0: train all parameters. The scale of the adapters is 2."""
 
     @property
     def sequences(self) -> int:
@@ -145,17 +151,22 @@ def drawn(seed: int) -> Workload:
             return workload
 
 
-QWEN3_06B = Workload(
-    shape=Shape(
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool = True) -> Shape:
+    return Shape(
         vocab_size=151_936,
-        tokens=151_669,
-        hidden_size=1024,
-        intermediate_size=3072,
-        layers=28,
-        heads=16,
+        tokens=VOCABULARIES[151_936],
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        layers=layers,
+        heads=heads,
         kv_heads=8,
         head_dim=128,
-    ),
+        tied=tied,
+    )
+
+
+QWEN3_06B = Workload(
+    shape=_qwen3(1024, 3072, 28, 16),
     prompts_per_step=16,
     group_size=8,
     prompt_tokens=128,
@@ -163,6 +174,11 @@ QWEN3_06B = Workload(
     top_p=0.95,
     top_k=512,
 )
+QWEN3 = {
+    "0.6b": QWEN3_06B,
+    "1.7b": replace(QWEN3_06B, shape=_qwen3(2048, 6144, 28, 16)),
+    "8b": replace(QWEN3_06B, shape=_qwen3(4096, 12_288, 36, 32, tied=False)),
+}
 SMALL = Workload(
     shape=Shape(
         vocab_size=2048,

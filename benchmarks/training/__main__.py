@@ -40,7 +40,6 @@ from benchmarks.training.cases import (
 )
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("forward", "loss", "backward", "optimizer", "between")
 GRACE_S = 30
 """Seconds that a process may exceed its time limit before it is killed."""
 
@@ -166,7 +165,7 @@ def measure(options: argparse.Namespace) -> list[str]:
 def show(rows: list[dict[str, Any]]) -> None:
     print(
         f"{'case':58} {'s':>7} {'tok/s/GPU':>10} {'MFU':>6} {'full':>6} {'GiB':>6} "
-        f"{'fit':>5} {'fit t':>5}  {', '.join(PARTS)} (ms)"
+        f"{'fit':>5} {'fit t':>5}"
     )
     for row in rows:
         if "seconds" not in row:
@@ -175,8 +174,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(
             f"{row['name']:58} {row['seconds']:7.3f} {row['tokens_per_second_per_gpu']:10,.0f} "
             f"{row['mfu']:6.1%} {row['mfu_with_full_head']:6.1%} {row['gpu_gib']:6.1f} "
-            f"{row['memory_estimate_ratio'] or 0:5.2f} {row['time_estimate_ratio']:5.2f}  "
-            + ", ".join(f"{1e3 * row['parts'].get(name, 0):.0f}" for name in PARTS)
+            f"{row['memory_estimate_ratio'] or 0:5.2f} {row['time_estimate_ratio']:5.2f}"
         )
 
 

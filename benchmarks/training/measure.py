@@ -6,11 +6,10 @@ import gc
 import json
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -54,57 +53,15 @@ class Job:
         path.write_text(json.dumps(asdict(self)))
 
 
-class TimedEngine(SyntheticEngine):
-    """Engine that times the parts of a step with CUDA events, or with the host clock on a CPU."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._marks: list[tuple[str, Any]] = []
-        self._engine.register_forward_pre_hook(lambda *_: self.mark("forward"))
-        self._engine.register_forward_hook(lambda *_: self.mark("loss"))
-        backward = self._engine.backward
-
-        def marked(loss: Tensor, **options: Any) -> None:
-            self.mark("backward")
-            backward(loss, **options)
-            self.mark("between")
-
-        self._engine.backward = marked  # type: ignore[method-assign]
-
-    def _apply_gradients(self) -> tuple[float, float]:
-        self.mark("optimizer")
-        norms = super()._apply_gradients()
-        self.mark("between")
-        return norms
-
-    def mark(self, begins: str) -> None:
-        if self.device.type == "cuda":
-            stamp: Any = torch.cuda.Event(enable_timing=True)
-            stamp.record()
-        else:
-            stamp = time.perf_counter()
-        self._marks.append((begins, stamp))
-
-    def timed(self, batch: TrainBatch) -> tuple[float, dict[str, float]]:
-        """Return the seconds of a step and of its parts.
-
-        `between` is host work between micro-batches while the GPU is idle.
-        """
-        synchronize()
-        if self._world_size > 1:
-            dist.barrier()
-        self._marks.clear()
-        began = time.perf_counter()
-        self.mark("between")
-        self.step([batch])
-        self.mark("end")
-        synchronize()
-        seconds = time.perf_counter() - began
-        parts: dict[str, float] = defaultdict(float)
-        for (name, start), (_, stop) in pairwise(self._marks):
-            on_gpu = self.device.type == "cuda"
-            parts[name] += start.elapsed_time(stop) / 1e3 if on_gpu else stop - start
-        return seconds, dict(parts)
+def timed(engine: SyntheticEngine, batch: TrainBatch) -> float:
+    """Return the seconds of a step."""
+    synchronize()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+    began = time.perf_counter()
+    engine.step([batch])
+    synchronize()
+    return time.perf_counter() - began
 
 
 def run(job: Job) -> None:
@@ -119,7 +76,7 @@ def run(job: Job) -> None:
         policy.BACKEND = "aot_eager"  # the same graphs without compiling C++
         torch.set_num_threads(1)
     for _, cases in groupby(job.cases, lambda case: case.engine):
-        engine: TimedEngine | None = None
+        engine: SyntheticEngine | None = None
         for case in cases:
             if agreed(time.monotonic() - began > job.seconds):
                 put(job, {"case": asdict(case), "name": str(case), "skipped": "out of time"})
@@ -130,7 +87,7 @@ def run(job: Job) -> None:
                 if engine is None:
                     first = replace(case, recompute=False, keep_attention=False)
                     config = first.config(facts.vocab_size)
-                    engine = TimedEngine(
+                    engine = SyntheticEngine(
                         model, config, rank=job.rank, world_size=job.ranks, store=store
                     )
                 put(job, measure(engine, case, facts, job))
@@ -145,16 +102,14 @@ def run(job: Job) -> None:
         free()
 
 
-def measure(engine: TimedEngine, case: Case, facts: ModelFacts, job: Job) -> dict[str, Any]:
+def measure(engine: SyntheticEngine, case: Case, facts: ModelFacts, job: Job) -> dict[str, Any]:
     device = engine.device
     batch, kept_ids = step_batch(case, facts, device)
     with adapted(engine, case):
         free()
-        engine.timed(batch)
-        rounds = [engine.timed(batch) for _ in range(job.rounds)]
+        timed(engine, batch)
+        seconds = statistics.median(timed(engine, batch) for _ in range(job.rounds))
         gib = memory_used(device)
-        seconds = statistics.median(total for total, _ in rounds)
-        _, parts = min(rounds, key=lambda each: abs(each[0] - seconds))
     flops = step_flops(case, facts, kept_ids)
     planned_s, planned_bytes = estimates(case, facts, gpu=device.type == "cuda")
     rate = case.ranks * H200.flops * seconds
@@ -165,12 +120,9 @@ def measure(engine: TimedEngine, case: Case, facts: ModelFacts, job: Job) -> dic
         "parameters": facts.parameters,
         "active_parameters": facts.active_parameters,
         "seconds": seconds,
-        "all_seconds": [total for total, _ in rounds],
         "tokens_per_second_per_gpu": case.step_tokens / seconds / case.ranks,
         "mfu": (common + flops["head"]) / rate,
         "mfu_with_full_head": (common + flops["full head"]) / rate,
-        "tflop": {name: value / 1e12 for name, value in flops.items()},
-        "parts": parts,
         "gpu_gib": gib,
         "estimated_seconds": planned_s,
         "time_estimate_ratio": planned_s / seconds,
@@ -228,7 +180,7 @@ def memory_used(device: torch.device) -> float:
 
 
 @contextmanager
-def adapted(engine: TimedEngine, case: Case) -> Iterator[None]:
+def adapted(engine: SyntheticEngine, case: Case) -> Iterator[None]:
     """Set the engine to a case's recomputation and routing replay."""
     replays = engine._replays
     engine._replays = replays and case.routes
@@ -260,7 +212,7 @@ def put(job: Job, row: Mapping[str, Any]) -> None:
         print({key: row.get(key) for key in shown}, flush=True)
 
 
-def release(engine: TimedEngine | None) -> None:
+def release(engine: SyntheticEngine | None) -> None:
     """Free an engine's weights and optimizer state despite remaining references."""
     if engine is None:
         return

@@ -1,1 +1,0 @@
-"""Measures engine throughput and how much recording costs."""
