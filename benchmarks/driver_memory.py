@@ -39,7 +39,7 @@ from keel.rollout.engine.worker import RolloutWorker
 from keel.rollout.pool import ray_engines
 from keel.rollout.spec import GroupRequest
 from keel.trainer import learner
-from keel.trainer.worker import StepReport, TrainerWorker
+from keel.trainer.learner import StepReport, TrainerWorker
 
 GROUP, PROMPT, SAMPLED, KEPT = 8, 1_000, 16_000, 8
 LAYERS, EXPERTS, TOP_K = 58, 256, 8

@@ -1,14 +1,23 @@
-"""Run the trainer's ranks as Ray actors. If ranks fail, find out which error to raise."""
+"""Run the trainer's ranks: `Learner` controls them from the driver, and `TrainerWorker` is the Ray
+actor of one rank, a thin wrapper around `TrainerEngine`.
+
+The functions of `ray_timeouts` are Ray's own with a deadline.
+"""
+
+from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
@@ -16,90 +25,61 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from keel.configs.schema import Config, ConfigError
 from keel.model import ray_timeouts
 from keel.model.batch_invariant import variables
-from keel.model.ray_timeouts import Deadline
+from keel.model.imports import heavy_imports
 from keel.rl.futures import done
 from keel.rl.metrics import Metric, Sum, merge
-from keel.rl.packing import TrainBatch
+from keel.rl.packing import PackPlan, TrainBatch, plan_packing, split_updates
 from keel.rl.sft import SftExample
-from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
+from keel.rl.types import ScoredGroup, Segment, StepResult, TokenNumbers
 from keel.trainer.batch_stream import never_abort
-from keel.trainer.nonfinite import describe_findings
-from keel.trainer.placement import hardware
+from keel.trainer.nonfinite import Finding, describe_findings
+from keel.trainer.placement.hardware import RANK_CPUS
+from keel.trainer.placement.memory import reading_ranks
+from keel.trainer.placement.watchdog import available_cores
 from keel.trainer.run.checkpoint import SaveError
 from keel.trainer.run.folder import MARK
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
 from keel.trainer.run.trajectory_files import watched_segments
-from keel.trainer.worker import (
-    RankLocation,
-    StepReport,
-    TrainerWorker,
-    last_lines,
-    merge_tokens,
-    plan_shares,
-)
 from keel.weights.sync import Outcome, Receiver
 
-GRACE_S = 5.0  # seconds to wait for reports from the other ranks after one rank has failed
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+    from transformers import PreTrainedModel
+
+    from keel.trainer.engine.engine import TrainerEngine
+    from keel.weights.sender import Sender
+
+STEP = "an optimizer step"
+_GRACE_S = 5.0  # seconds to wait for reports from the other ranks after one rank has failed
 _LOST_S = 90.0
 """Seconds to wait for the other ranks' reports if a lost rank could have caused the failure. Ray
 takes 65 s to declare an unresponsive node dead."""
-STEP = "an optimizer step"
-PACKING = "packing"
-_GONE = "their recordings were lost with the node that sampled them"
-_LOG = logging.getLogger(__name__)
+_FETCH_S = 240.0  # seconds after which recordings that have not arrived count as lost
 _OWN_FAILURES = ("SaveError", "UpdateOutOfMemory", "OutOfMemoryError")
 """Errors of a rank that cannot be a consequence of another rank's death."""
 _SLOWDOWN, _MIN_S = 10.0, 300.0
 """A repeated call is considered lost after this multiple of its expected duration, but never before
 this many seconds."""
-
-
-def _error_name(error: BaseException) -> str:
-    """Return the class name of an error raised by a rank itself, or "" for an error raised by Ray.
-    Ray has its own `OutOfMemoryError`, which means that a node ran out of host memory."""
-    return "" if isinstance(error, RayError) else type(error).__name__
+_GONE = "their recordings were lost with the node that sampled them"
+_LOG_LINES = 15
+_PINNED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+"""Allocator settings that speed up pinning of host memory: 8.4 instead of 2.1 GiB/s on a machine
+with an H200. A rank with offloading pins tens of GiB in its first step."""
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+"""The folder in which the NVIDIA driver lists all GPUs, including those hidden from this
+process."""
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _StepDeadline:
+class _CallDeadline:
     """Deadline for a call to the ranks, and the knob to name in the error message if it passes."""
 
     what: str
     seconds: float
     knob: str
-    left: Deadline | None = None  # the remaining time if several waits share one deadline
-
-
-class _StepDeadlines:
-    """Computes the deadline for each kind of call to the ranks."""
-
-    def __init__(self, timeout_s: float, sending_s: float) -> None:
-        """Allow `timeout_s` (`trainer.timeout_s`) per optimizer step, plus `sending_s` if weights
-        are still being sent."""
-        self._timeout_s, self._sending_s = timeout_s, sending_s
-        self._knobs = "trainer.timeout_s"
-        self._knobs += ", and rollout.update_timeout_s of engines" * (sending_s > 0)
-        self._longest_s: dict[str, float] = {}
-
-    def for_call(self, what: str, times: int = 1) -> _StepDeadline:
-        return _StepDeadline(what, times * self._timeout_s + self._sending_s, self._knobs)
-
-    def estimate(self, what: str, times: int = 1) -> _StepDeadline:
-        """Estimate a deadline from how long earlier calls took. It never exceeds the configured
-        deadline."""
-        longest = self.for_call(what, times)
-        if what not in self._longest_s:
-            return longest
-        expected_s = self._longest_s[what]
-        seconds = max(_MIN_S, _SLOWDOWN * expected_s) + self._sending_s
-        if seconds >= longest.seconds:
-            return longest
-        knob = f"earlier calls took up to {expected_s:.0f} s; at most {self._knobs}"
-        return _StepDeadline(what, seconds, knob)
-
-    def record_duration(self, what: str, seconds: float) -> None:
-        self._longest_s[what] = max(self._longest_s.get(what, 0.0), seconds)
+    left: ray_timeouts.Deadline | None = None  # set if several waits share one deadline
 
 
 class Learner:
@@ -122,7 +102,7 @@ class Learner:
         transfer = config.rollout.weight_transfer
         self.direct = transfer == "direct" or (transfer == "auto" and gpu)
         """True if the ranks send weights directly to the engines."""
-        seat = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": hardware.RANK_CPUS}
+        seat = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": RANK_CPUS}
         options = seat | {"runtime_env": {"env_vars": variables(config.model.batch_invariant)}}
         trainer = config.trainer
         self._ranks: list[Any] = [
@@ -145,8 +125,8 @@ class Learner:
         self._senders: list[threading.Thread] = []
         self._locations: list[RankLocation] = []
         self._version = 0
-        sending_s = config.sending_timeout_s if self.direct else 0.0
-        self._deadlines = _StepDeadlines(trainer.timeout_s, sending_s)
+        self._longest_s: dict[str, float] = {}
+        """Duration of the longest call of each kind."""
         self.say: Callable[[str], object] = _LOG.warning
         """Receives messages about groups that are left out."""
         self.tokens: Mapping[int, TokenNumbers] = {}
@@ -160,13 +140,13 @@ class Learner:
         """Wait until every rank has imported and checked its libraries. Doesn't need a GPU."""
         seconds = self._config.run.startup_timeout_s
         what = "loading the trainer's libraries"
-        self._wait(self._prepared, _StepDeadline(what, seconds, "run.startup_timeout_s"))
+        self._wait(self._prepared, _CallDeadline(what, seconds, "run.startup_timeout_s"))
 
     def start(self, timeout_s: float | None = None) -> list[str]:
         """Load the model on every rank within `timeout_s`. Returns the notes from rank 0."""
         seconds = timeout_s or self._config.run.startup_timeout_s
         shared = ray_timeouts.Deadline(seconds)
-        deadline = _StepDeadline("the trainer's start", seconds, "run.startup_timeout_s", shared)
+        deadline = _CallDeadline("the trainer's start", seconds, "run.startup_timeout_s", shared)
         self._locations = self._call_all("location", deadline=deadline)
         mark = Path(self._config.run.dir).expanduser().absolute() / MARK
         texts = self._call_all("read_text", str(mark), deadline=deadline) if mark.exists() else []
@@ -187,7 +167,7 @@ class Learner:
         watched, kept = watched_segments(groups, self._config.run), groups
         shares = plan_shares(groups, self._config, watched)
         while True:
-            lost = set[Any]().union(*self._call_with_shares("pack", shares, PACKING))
+            lost = set[Any]().union(*self._call_with_shares("pack", shares, "packing"))
             if not lost:
                 break
             kept = [group for group in kept if lost.isdisjoint(group.keys)]
@@ -202,16 +182,16 @@ class Learner:
         dropped = {"rollout/dropped_completions": Sum(before - after)}
         return replace(result, metrics={**result.metrics, **dropped}) if after < before else result
 
-    def train(
+    def step_on(
         self,
         shares: Sequence[Sequence[TrainBatch]],
-        groups: Sequence[ScoredGroup | SftExample] = (),
+        examples: Sequence[ScoredGroup | SftExample] = (),
     ) -> StepResult:
-        """Take one optimizer step per batch. `shares` has a list of batches for each group of
-        ranks. `groups` are the completion groups in these batches, used only in messages about
-        non-finite values. Raises OutOfMemory if a step doesn't fit on a rank's GPU."""
+        """Take one optimizer step per packed batch. `shares` has a list of batches for each group
+        of ranks. `examples` are used only in messages about non-finite values. Raises OutOfMemory
+        if a step doesn't fit on a rank's GPU."""
         reports = self._call_with_shares("step", shares, STEP, max(map(len, shares)))
-        return self._combine_reports(reports, groups)
+        return self._combine_reports(reports, examples)
 
     def _combine_reports(
         self, reports: Sequence[StepReport], groups: Sequence[ScoredGroup | SftExample]
@@ -232,7 +212,7 @@ class Learner:
         trainers = (self._config.trainer, config.trainer)
         before, now = ((t.activation_checkpointing, t.keeps_attention) for t in trainers)
         if now != before:
-            deadline = self._deadlines.for_call("switching activation checkpointing")
+            deadline = self._limit("switching activation checkpointing")
             self._call_all("recompute", now[1], deadline=deadline)
         self._config = config
 
@@ -262,7 +242,7 @@ class Learner:
         ray_timeouts.await_future(self._put_to_sleep())
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
-        return self._call_all("put_weights", deadline=self._deadlines.for_call("the weights"))[0]
+        return self._call_all("put_weights", deadline=self._limit("the weights"))[0]
 
     def send(self, receivers: Sequence[Receiver]) -> list[Future[int]]:
         """Send the current weights to the engines once the ranks are idle. Rank i sends to engines
@@ -285,7 +265,7 @@ class Learner:
 
         def wait() -> None:
             try:
-                self._wait(refs, self._deadlines.for_call("sending weights to the engines"), settle)
+                self._wait(refs, self._limit("sending weights to the engines"), settle)
             except Exception as error:  # the futures' waiters handle it
                 settle(dict.fromkeys(sent, error))
 
@@ -307,17 +287,15 @@ class Learner:
 
     def _with_folder(self, method: str, folder: Path, what: str) -> list[Any]:
         self.put_engines_to_sleep()
-        return self._call_all(
-            method, str(folder.absolute()), deadline=self._deadlines.for_call(what)
-        )
+        return self._call_all(method, str(folder.absolute()), deadline=self._limit(what))
 
     def shutdown(self) -> None:
         for rank in self._ranks:
             ray_timeouts.kill(rank)
         for sender in self._senders:  # these threads wait on Ray, which ends next
-            sender.join(GRACE_S)
+            sender.join(_GRACE_S)
 
-    def _call_all(self, method: str, *arguments: object, deadline: _StepDeadline) -> list[Any]:
+    def _call_all(self, method: str, *arguments: object, deadline: _CallDeadline) -> list[Any]:
         with self._order:
             refs = [ray_timeouts.call(getattr(rank, method), *arguments) for rank in self._ranks]
         return self._wait(refs, deadline)
@@ -325,6 +303,8 @@ class Learner:
     def _call_with_shares(
         self, method: str, shares: Sequence[Any], what: str, times: int = 1
     ) -> list[Any]:
+        """Call `method` on every rank with the share of its group, or without arguments if there
+        are no `shares`. The deadline allows for `times` optimizer steps."""
         began, trainer = time.monotonic(), self._config.trainer
         # One object per group of ranks: each rank fetches its own share only.
         shipped = [(ray_timeouts.put(share),) for share in shares] or [()] * trainer.groups
@@ -335,15 +315,32 @@ class Learner:
                 )
                 for index, rank in enumerate(self._ranks)
             ]
-        answers = self._wait(refs, self._deadlines.estimate(what, times))
+        answers = self._wait(refs, self._limit(what, times, estimated=True))
         if not getattr(answers[0], "out_of_memory", ""):  # such a step ended early
-            self._deadlines.record_duration(what, time.monotonic() - began)
+            seconds = time.monotonic() - began
+            self._longest_s[what] = max(self._longest_s.get(what, 0.0), seconds)
         return answers
+
+    def _limit(self, what: str, times: int = 1, *, estimated: bool = False) -> _CallDeadline:
+        """Return the deadline of a call: `trainer.timeout_s` per optimizer step, plus the time to
+        send weights, because a rank may still be sending. If `estimated` is set and the longest
+        call so far suggests less, the deadline is shorter."""
+        sending_s = self._config.sending_timeout_s if self.direct else 0.0
+        knob = "trainer.timeout_s"
+        knob += ", and rollout.update_timeout_s of engines" * (sending_s > 0)
+        seconds = times * self._config.trainer.timeout_s + sending_s
+        if estimated and what in self._longest_s:
+            longest_s = self._longest_s[what]
+            expected = max(_MIN_S, _SLOWDOWN * longest_s) + sending_s
+            if expected < seconds:
+                knob = f"earlier calls took up to {longest_s:.0f} s; at most {knob}"
+                return _CallDeadline(what, expected, knob)
+        return _CallDeadline(what, seconds, knob)
 
     def _wait(
         self,
         refs: Sequence[ray.ObjectRef[Any]],
-        deadline: _StepDeadline,
+        deadline: _CallDeadline,
         note: Callable[[Any], object] = lambda _: None,
     ) -> list[Any]:
         """Wait for one call on each rank and return the results in rank order. If a rank fails, its
@@ -369,7 +366,7 @@ class Learner:
                         cause = ray_timeouts.cause(error)
                         own = _error_name(cause) in _OWN_FAILURES
                         lost = isinstance(cause, RuntimeError | OSError) and not own
-                        remaining = ray_timeouts.Deadline(_LOST_S if lost else GRACE_S)
+                        remaining = ray_timeouts.Deadline(_LOST_S if lost else _GRACE_S)
                     failures[rank] = error
                 del waiting[ref]
             if len(waiting) == before and not remaining.remaining():
@@ -405,7 +402,7 @@ class Learner:
             why = ray_timeouts.death_reason(error)
             place = self._describe_rank(rank)
             text = f"trainer rank {rank} died during {what}{why and ': '}{why}{place}\n"
-            text += last_lines(self._locations[rank].log)
+            text += _last_lines(self._locations[rank].log)
         if what == STEP and _error_name(cause) == "OutOfMemoryError":
             kind: type[RuntimeError] = OutOfMemory
         elif lost:
@@ -415,3 +412,250 @@ class Learner:
         failure = kind(text)
         failure.__cause__ = error
         return failure
+
+
+def _error_name(error: BaseException) -> str:
+    """Return the class name of an error raised by a rank itself, or "" for an error raised by Ray.
+    Ray has its own `OutOfMemoryError`, which means that a node ran out of host memory."""
+    return "" if isinstance(error, RayError) else type(error).__name__
+
+
+def plan_shares(
+    groups: Sequence[ScoredGroup], config: Config, watched: Sequence[Segment] = ()
+) -> list[list[PackPlan]]:
+    """Divide the completion groups among the groups of ranks. Returns a list of plans for each
+    group of ranks, one per optimizer step. `watched` are the segments to be saved."""
+    algorithm, trainer = config.algorithm, config.trainer
+    models = config.data.references
+    teachers = config.data.teachers_by_domain  # some of domains that are not trained on
+    references = {name: models.index(t) for name, t in teachers.items() if t in models}
+    steps = [
+        plan_packing(
+            part,
+            ranks=trainer.groups,
+            micro_batch_tokens=trainer.micro_batch_tokens,
+            skip_uniform_groups=algorithm.skip_uniform_groups,
+            sequence_mask=algorithm.mask_delta is not None,
+            share_prompts=trainer.share_prompts,
+            watched=watched,
+            references=references,
+        )
+        for part in split_updates(groups, algorithm.updates_per_batch)
+    ]
+    return [list(share) for share in zip(*steps, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLocation:
+    """A rank's host, process and log file, for error messages if the process dies."""
+
+    host: str
+    pid: int
+    log: str
+    """Path of the file with the process's standard error, or an empty string if unknown."""
+
+
+def _last_lines(log: str) -> str:
+    lines = Path(log).read_text(errors="replace").splitlines() if Path(log).is_file() else []
+    return "\n".join(["last lines of its log:", *lines[-_LOG_LINES:]]) if lines else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    version: int
+    metrics: dict[str, Metric]
+    tokens: dict[int, TokenNumbers] = field(default_factory=dict[int, TokenNumbers])
+    """Per-token values of the segments to be saved, keyed by segment."""
+    findings: tuple[Finding, ...] = ()
+    gave_up: str = ""
+    out_of_memory: str = ""
+    """The error message if the step ran out of memory and was undone, or an empty string."""
+
+
+def merge_tokens(parts: Sequence[Mapping[int, TokenNumbers]]) -> dict[int, TokenNumbers]:
+    """Merge the per-token values from ranks that each processed one shard of a micro-batch."""
+    numbers = sorted({number for part in parts for number in part})
+    return {
+        number: TokenNumbers.merged([part[number] for part in parts if number in part])
+        for number in numbers
+    }
+
+
+class TrainerWorker:
+    """Runs one trainer rank in its own process. GPU libraries are imported only in `prepare`."""
+
+    def __init__(self, rank: int, world_size: int, *, gpu: bool) -> None:
+        os.environ["LOCAL_RANK"] = "0"  # Ray shows each rank its own GPU only
+        if not gpu:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+            os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed warns that it guessed
+        # Engines and ranks share the cores of a CPU machine. Threads that spin while they wait
+        # (the default) make a step ten times slower there. Read when PyTorch is first imported.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        if gpu and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", _PINNED)
+        self._rank, self._world_size = rank, world_size
+        self._gpu = gpu
+        self._model: PreTrainedModel | None = None
+        self._engine: TrainerEngine | None = None
+        self._store: Store | None = None
+        self._sender: Sender | None = None
+        self._packed: list[TrainBatch] = []
+
+    def prepare(self) -> None:
+        """Import and check the libraries. Takes a few seconds and uses no GPU memory."""
+        with heavy_imports():
+            pass
+        from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
+
+        from keel.trainer.engine.deepspeed_internals import check_libraries  # noqa: PLC0415
+
+        disable_progress_bar()
+        check_libraries()
+
+    def read(self, model_path: str, config: Config) -> None:
+        """Load the model into host memory if this rank has to read it (see `read_once`)."""
+        import torch  # noqa: PLC0415  (the driver imports this module)
+
+        from keel.model.load import load_policy  # noqa: PLC0415
+        from keel.trainer.engine.zero import compute_dtype  # noqa: PLC0415
+
+        dtype = compute_dtype(config, torch.device("cuda" if self._gpu else "cpu"))
+        if self._rank < reading_ranks(config.trainer):
+            torch.manual_seed(config.run.seed)  # for weights missing from the folder
+            with suppress(Exception):  # `start` reads it again and raises
+                self._model = load_policy(model_path, dtype)
+
+    def location(self) -> RankLocation:
+        stderr = Path("/proc/self/fd/2")
+        log = os.readlink(stderr) if stderr.exists() else ""
+        return RankLocation(host=socket.gethostname(), pid=os.getpid(), log=log)
+
+    def read_text(self, path: str) -> str:
+        try:
+            return Path(path).read_text()
+        except OSError:
+            return ""
+
+    def listen(self) -> tuple[str, int]:
+        """Open the store that the ranks use to find each other. Returns its host and port."""
+        import torch.distributed as dist  # noqa: PLC0415  (the driver imports this module)
+
+        host = ray.util.get_node_ip_address()
+        # Listen on one address only: the store trusts every writer.
+        listening = socket.create_server((host, 0))
+        port = int(listening.getsockname()[1])
+        self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            host,
+            port,
+            self._world_size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+        return host, port
+
+    def start(self, model_path: str, config: Config, rendezvous: tuple[str, int]) -> list[str]:
+        import torch  # noqa: PLC0415  (as above)
+        import torch.distributed as dist  # noqa: PLC0415
+
+        # Ray shares arrays of batches read-only between processes; nothing here writes them.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        if not torch.cuda.is_available():
+            torch.set_num_threads(config.trainer.threads)
+        elif config.trainer.offload_optimizer:
+            # Ray's default is one thread. Divide the machine's cores among its ranks.
+            gpus = len(list(_DRIVER.iterdir())) if _DRIVER.is_dir() else 0
+            ranks = min(self._world_size, gpus or self._world_size)
+            torch.set_num_threads(max(1, available_cores() // ranks))
+
+        from keel.trainer.engine.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
+        from keel.weights.sender import Sender  # noqa: PLC0415
+
+        if self._store is None:
+            self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+                *rendezvous, self._world_size, wait_for_workers=False
+            )
+        model, self._model = self._model, None
+        self._engine = TrainerEngine(
+            model_path,
+            config,
+            rank=self._rank,
+            world_size=self._world_size,
+            store=self._store,
+            read=model,
+        )
+        timeout_s = config.rollout.update_timeout_s
+        self._sender = Sender(rendezvous, self._engine.device, timeout_s=timeout_s)
+        return self._engine.notes
+
+    def pack(self, plans: Sequence[PackPlan]) -> set[Any]:
+        """Fetch the recordings for this rank's share of the batch, and pack the share for
+        `step_packed`. Returns the keys of lost recordings. If any are lost, nothing is packed."""
+        keys = set[Any]().union(*(plan.keys for plan in plans))
+        found = ray_timeouts.fetch([*keys], seconds=_FETCH_S)
+        lost = keys - found.keys()
+        self._packed = [] if lost else [plan.pack(found) for plan in plans]
+        return lost
+
+    def step_packed(self) -> StepReport:
+        """Train on the batches from the last `pack`. Raises ValueError if nothing is packed."""
+        batches, self._packed = self._packed, []
+        if not batches:
+            raise ValueError("an optimizer step needs packed batches: call `pack` first")
+        return self.step(batches)
+
+    def step(self, batches: Sequence[TrainBatch]) -> StepReport:
+        import torch  # noqa: PLC0415  (as above)
+
+        try:
+            metrics = self.engine.step(batches)
+        except torch.OutOfMemoryError as error:
+            short = str(error)
+        else:
+            return StepReport(
+                version=self.engine.version,
+                metrics=metrics,
+                findings=tuple(self.engine.findings),
+                gave_up=self.engine.gave_up,
+                tokens=self.engine.tokens,
+            )
+        # Here, outside the handler, nothing refers to the step's tensors any more.
+        if not self.engine.recover():
+            raise torch.OutOfMemoryError(short)
+        return StepReport(version=self.engine.version, metrics={}, out_of_memory=short)
+
+    def recompute(self, keep_attention: bool) -> None:
+        self.engine.recompute(keep_attention=keep_attention)
+
+    def score(self, batches: Mapping[str, TrainBatch]) -> dict[str, Metric]:
+        return {
+            f"{name}/{metric}": value
+            for name, batch in batches.items()
+            for metric, value in self.engine.score(batch).items()
+        }
+
+    def put_weights(self) -> list[ray.ObjectRef[Any]]:
+        """Put the weights into Ray's object store from rank 0, one bucket at a time."""
+        return [ray_timeouts.put(bucket) for bucket in self.engine.publish()]
+
+    def send(self, receivers: Sequence[Receiver]) -> dict[int, Outcome]:
+        """Send the weights to this rank's engines. Every rank must call this."""
+        assert self._sender is not None
+        buckets = self.engine.buckets(requested=bool(receivers))
+        return self._sender.send(buckets, receivers, self.engine.version)
+
+    def save(self, folder: str) -> dict[str, Entry]:
+        return self.engine.save(Path(folder))
+
+    def load(self, folder: str) -> int:
+        self.engine.load(Path(folder))
+        return self.engine.version
+
+    def export(self, folder: str) -> dict[str, Entry]:
+        return self.engine.export(Path(folder))
+
+    @property
+    def engine(self) -> TrainerEngine:
+        assert self._engine is not None, "not started"
+        return self._engine

@@ -142,7 +142,7 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
                 micro_batch_tokens=trainer.micro_batch_tokens,
                 mean=config.sft.mean,
             )
-            result = learner.train([[share] for share in shares], examples)
+            result = learner.step_on([[share] for share in shares], examples)
             rows = [len(row.token_ids_N) for share in shares for row in share.micro_batches]
             capacity = sum(max(trainer.micro_batch_tokens, row) for row in rows)
             sizes: dict[str, Metric] = {

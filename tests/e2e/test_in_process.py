@@ -50,12 +50,12 @@ from keel.trainer.launch import (
     initial_model,
     run_episodes,
 )
+from keel.trainer.learner import plan_shares
 from keel.trainer.nonfinite import describe_findings
 from keel.trainer.placement.nodes import start_ray, stop_ray
 from keel.trainer.prepare import SftTask, Task
 from keel.trainer.run.manifest import Entry, find_damage
 from keel.trainer.run.trajectory_files import watched_segments
-from keel.trainer.worker import plan_shares
 from keel.weights.sync import WeightSync
 from tests.rewards.judge.judge_server import good, running
 from tests.waiting import PATIENCE_S
@@ -82,9 +82,9 @@ class LocalLearner:
         (plans,) = plan_shares(groups, self._config, watched)
         keys = {key for plan in plans for key in plan.keys}
         found = ray_timeouts.fetch([*keys], seconds=PATIENCE_S)
-        return self.train([[plan.pack(found) for plan in plans]], groups)
+        return self.step_on([[plan.pack(found) for plan in plans]], groups)
 
-    def train(
+    def step_on(
         self,
         shares: Sequence[Sequence[TrainBatch]],
         groups: Sequence[ScoredGroup | SftExample] = (),

@@ -26,17 +26,13 @@ from keel.rl.futures import failed
 from keel.rl.packing import TrainBatch
 from keel.rollout.spec import EngineError
 from keel.trainer import launch as system
-from keel.trainer.learner import STEP, Learner, _StepDeadline, _StepDeadlines
+from keel.trainer.learner import STEP, Learner, StepReport, _CallDeadline, plan_shares
 from keel.trainer.nonfinite import (
     NanTracer,
     SkipCounter,
     describe_findings,
 )
 from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
-from keel.trainer.worker import (
-    StepReport,
-    plan_shares,
-)
 from keel.weights.sync import Receiver
 from tests.rl.packed import pack
 from tests.rl.rollouts import scored, segment, trajectory
@@ -62,13 +58,11 @@ class Ranks:
         learner = object.__new__(Learner)
         learner._config, learner.direct, learner._ranks = config, direct, self._actors
         learner._order, learner._locations = threading.Lock(), []
-        sending_s = config.sending_timeout_s if direct else 0.0
-        learner._deadlines = _StepDeadlines(config.trainer.timeout_s, sending_s)
-        learner._senders = []
+        learner._senders, learner._longest_s = [], {}
         return learner
 
     def ask(self, learner: Learner, seconds: float, what: str = "a step") -> list[Any]:
-        return learner._call_all("step", deadline=_StepDeadline(what, seconds, "trainer.timeout_s"))
+        return learner._call_all("step", deadline=_CallDeadline(what, seconds, "trainer.timeout_s"))
 
     def _wait(
         self, refs: Sequence[int], *, seconds: ray_timeouts.Deadline
@@ -152,16 +146,16 @@ def test_deadline_scales_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = [trajectory(segment(s, 5), sibling=s) for s in (0, 1)]
     waited, wait = list[float](), learner._wait
 
-    def noted(refs: Sequence[Any], limit: _StepDeadline) -> list[Any]:
+    def noted(refs: Sequence[Any], limit: _CallDeadline) -> list[Any]:
         waited.append(limit.seconds)
         return wait(refs, limit)
 
     monkeypatch.setattr(learner, "_wait", noted)
     for steps in (1, 4):
-        learner._deadlines = _StepDeadlines(600.0, 0.0)
+        learner._longest_s = {}
         (batch,) = pack([scored(pair, [0.0, 1.0])], ranks=1, micro_batch_tokens=64)
-        assert learner.train([[batch] * steps]).version == 3
-    assert waited == [600, 2400]
+        assert learner.step_on([[batch] * steps]).version == 3
+    assert waited == [60, 240]
 
 
 def scored_first(config: Config) -> list[list[int]]:

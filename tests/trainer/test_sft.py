@@ -50,7 +50,7 @@ class Ranks:
         self.learned: list[list[int]] = []
         """Tokens of each step's conversations."""
 
-    def train(
+    def step_on(
         self, shares: Sequence[Sequence[TrainBatch]], lessons: Sequence[SftExample], /
     ) -> StepResult:
         rows = [row for share in shares for batch in share for row in batch.micro_batches]

@@ -22,14 +22,13 @@ from keel.rl.packing import TrainBatch
 from keel.rl.types import ScoredGroup
 from keel.trainer.engine.deepspeed_internals import loss_scale, set_loss_scale
 from keel.trainer.engine.engine import TrainerEngine
-from keel.trainer.learner import Learner, _StepDeadlines
+from keel.trainer.learner import Learner, TrainerWorker, plan_shares
 from keel.trainer.placement.choose import CACHE_FILE
 from keel.trainer.placement.elastic import (
     OomRecovery,
     RetryOnOom,
 )
 from keel.trainer.run.restarts import UpdateOutOfMemory
-from keel.trainer.worker import TrainerWorker
 from tests.rl.packed import pack
 from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.scenarios import (
@@ -283,8 +282,6 @@ def in_domain(groups: list[ScoredGroup], domain: str) -> list[ScoredGroup]:
 
 def kl_of(ranks: Ranks, teachers: dict[str, str], domains: str) -> float:
     """Return the KL metric of one step on a group of each domain."""
-    from keel.trainer.worker import plan_shares  # noqa: PLC0415
-
     config, groups = config_for(teachers), list[ScoredGroup]()
     for number, domain in enumerate(domains):
         groups += in_domain(Rollouts(number).groups(1, 4, kl_coef=1.0), domain)
@@ -308,8 +305,6 @@ def test_each_domain_is_compared_with_its_teacher(results: dict[str, Any]) -> No
 
 
 def test_teachers_of_untrained_domains_are_not_loaded() -> None:
-    from keel.trainer.worker import plan_shares  # noqa: PLC0415
-
     config = config_for({"a": "t", "b": "u"})
     sources = tuple(replace(each, holdout=2) for each in config.data.sources)
     config = replace(config, data=replace(config.data, sources=sources, train_on=("b",)))
@@ -343,7 +338,6 @@ class Local(Learner):
 
     def __init__(self, model: Path, config: Config) -> None:
         self._config, self._put_to_sleep, self._direct = config, done, False
-        self._deadlines = _StepDeadlines(config.trainer.timeout_s, 0.0)
         self.worker = TrainerWorker(0, 1, gpu=False)
         self.worker._engine = TrainerEngine(str(model), config)
 

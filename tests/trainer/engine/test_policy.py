@@ -23,7 +23,7 @@ from keel.rl.types import Segment, TokenNumbers
 from keel.trainer.engine import weights
 from keel.trainer.engine.engine import _CUT, mass_penalty
 from keel.trainer.engine.policy import Inputs, PolicyNetwork, ReferencePolicy, seen_tokens
-from keel.trainer.worker import merge_tokens
+from keel.trainer.learner import merge_tokens
 from tests.model.families import VOCAB
 from tests.rl.packed import pack
 from tests.rl.rollouts import prompted_groups, random_groups, scored, trajectory
