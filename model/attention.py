@@ -46,7 +46,7 @@ _SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
 _SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", *_SPARSE_LAYERS})
 _UNSUPPORTED = {"softcap": "a cap on attention scores", "s_aux": "learned attention sinks"}
 """Keywords for attention features of transformers that Keel does not support."""
-LINEAR_FAMILIES = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+LINEAR_FAMILIES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Model types whose layers of type `linear_attention` are supported."""
 _FILL = 0.8
 """Minimum ratio between the shortest and the longest segment in a padded block."""

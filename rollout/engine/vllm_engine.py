@@ -431,6 +431,9 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
             "enable_sleep_mode": config.time_share,
             "tensor_parallel_size": config.tensor_parallel,
         }
+        if "linear_attention" in (getattr(text, "layer_types", None) or ()):
+            # On Hopper, vLLM's default kernel is compiled at run time and needs the CUDA toolkit.
+            args["gdn_prefill_backend"] = "triton"
         if config.tensor_parallel > 1:
             # Without this, vLLM would always use Ray inside a placement group.
             args["distributed_executor_backend"] = "ray" if spec.spread else "mp"

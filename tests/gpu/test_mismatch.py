@@ -30,7 +30,9 @@ def mismatch(folder: Path, family: str, *arms: str, **sizes: int) -> dict[str, d
         timeout=500,
         check=False,
     )
-    found: dict[str, dict[str, Any]] = json.loads((out / "mismatch.json").read_text())["arms"]
+    results = out / "mismatch.json"
+    assert results.exists(), done.stdout + done.stderr
+    found: dict[str, dict[str, Any]] = json.loads(results.read_text())["arms"]
     assert set(found) == set(arms), done.stdout + done.stderr
     assert all(arm["tokens"] > 1000 for arm in found.values())
     return found

@@ -17,7 +17,6 @@ _EXPERT_PARALLEL = (
 _SPARSE_ATTENTION = "DeepseekV32ForCausalLM"
 """The architecture in which an indexer selects the tokens to attend to."""
 _LINEAR_ATTENTION = (
-    "OlmoHybridForCausalLM",
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",
@@ -41,10 +40,6 @@ def check_engine(config: Config, facts: ModelFacts, *, gpu: bool) -> None:
     """Check that vLLM supports the model's attention, unless an endpoint serves it, and that
     training uses sparse attention if the engines do."""
     knob, wide = f"model.path = {config.model.path!r}", config.rollout.tensor_parallel
-    if facts.architecture == "OlmoHybridForCausalLM" and not gpu:
-        raise ConfigError(
-            f"{knob}: vLLM serves the linear attention of {facts.architecture} only on GPUs"
-        )
     if facts.architecture == _SPARSE_ATTENTION:
         if config.trainer.attention != "sparse":
             raise ConfigError(

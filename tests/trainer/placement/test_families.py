@@ -53,7 +53,7 @@ def parallel(**trainer: int) -> Config:
 
 HEADS = {"attention_heads": 28, "head_size": 128}
 EXPERTS = {"architecture": "Qwen3MoeForCausalLM", "experts": 8, "attention_heads": 4}
-LINEAR_NAME = "OlmoHybridForCausalLM"
+LINEAR_NAME = "Qwen3NextForCausalLM"
 INDEXED = {"attention_heads": 6, "index_top_k": 4}
 SPARSE = {"architecture": "DeepseekV32ForCausalLM", "kv_width": 576}
 
