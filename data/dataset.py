@@ -23,7 +23,6 @@ class _SourceReport:
     dropped: Mapping[str, int]  # number of dropped prompts for each reason
     notes: tuple[str, ...]
     """One line per malformed row."""
-    unread: Mapping[str, str]  # maps each unused column to the location where it first occurs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +91,6 @@ def load_dataset(
             heldout=len(split.heldout),
             dropped=split.dropped,
             notes=tuple(split.notes),
-            unread=split.loaded.unread,
         )
 
     def content(prompt: Prompt) -> str:
@@ -159,17 +157,10 @@ def _split(
 
 
 def source_warnings(config: Config, dataset: Dataset) -> list[str]:
-    """Return warnings about unused columns and about prompts that occur more than once in a
-    batch."""
+    """Return warnings about prompts that occur more than once in a batch."""
     lines: list[str] = []
     for source in config.data.sources:
         report, knob = dataset.report[source.name], f"data.sources[{source.name}]"
-        if unread := report.unread:
-            names = ", ".join(f"`{name}`" for name in unread)
-            lines.append(
-                f"{knob}: nothing reads {names} ({next(iter(unread.values()))}); "
-                "data.sources[].columns, a template or your reward function can"
-            )
         times = _epochs(config, source, report.train) / config.run.steps
         if report.train and times > 1:
             lines.append(

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,8 +49,6 @@ def question_digest(messages: Sequence[Mapping[str, Any]]) -> str:
 class Loaded:
     items: tuple[Item, ...]
     skipped: tuple[str, ...] = ()  # reason for skipping each malformed line
-    unread: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Maps each unused column to the location where it first occurs."""
 
 
 def first_lines(lines: Sequence[str], limit: int = 10) -> list[str]:

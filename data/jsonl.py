@@ -15,7 +15,7 @@ Each row has one prompt, and the answer, tests or criteria used to judge complet
 docs/data.md, docs/rewards.md and docs/rubrics.md describe the keys. The object `environment` is
 passed only to the source's environment. All other keys are available to templates, and to the
 user's reward functions in `prompt.reward["columns"]`. With such a function, a row needs no other
-way to judge completions. Unused keys are reported.
+way to judge completions.
 """
 
 import json
@@ -110,7 +110,7 @@ def load_jsonl(
             raise ConfigError(
                 f"{knob}.columns.{key} = {name!r}: no row of {source.path} has this column"
             )
-    return Loaded(items=tuple(items.values()), skipped=tuple(skipped), unread=reader.unread)
+    return Loaded(items=tuple(items.values()), skipped=tuple(skipped))
 
 
 class _Row(NamedTuple):
@@ -130,13 +130,10 @@ class _Reader:
         self._taken = set(self._column.values())
         names = (m[2] for m in _PLACEHOLDER.finditer(source.template_text) if m[2])
         template = {name.partition(".")[0] for name in names}
-        self._used = template | {name.partition(".")[0] for name in self._taken if "." in name}
         # A template that adds nothing of the row leaves the question the same.
         only_prompt = template <= {"prompt", self._column["prompt"]}
         self._keeps_question = bool(source.template) and only_prompt
         self.seen: set[str] = set()  # keys found so far
-        self.unread: dict[str, str] = {}
-        """Maps each unused column to the location where it first occurs."""
 
     def item(self, read: ReadRow) -> Item:
         source, row = self._source, self._keyed(read)
@@ -167,9 +164,6 @@ class _Reader:
             reward["environment"] = value
         bare = self._messages(row)
         messages = self._fill_template(row, bare) if source.template else bare
-        for name in () if functions else row.unmapped:
-            if name not in self._used and name not in _WRITTEN_BY_KEEL:
-                self.unread.setdefault(name, read.at)
         try:
             self._check_reward(reward)
         except ValueError as error:

@@ -35,16 +35,7 @@ _SHAREGPT = {
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 KNOWN = frozenset({*_FORMS, "completion", "tools", "thinking", "id", "system"})
-_TRAJECTORY_KEYS = KNOWN | {
-    *("step", "domain", "sibling", "finish_reason", "reward", "parts", "tokenizer", "segments"),
-    *("variant", "source", "digest", "samples", "missing", "prompt", "specialist"),
-    "other_conversations",
-}
-"""Keys of a record in a trajectory or evaluation file."""
-_MESSAGE_KEYS = frozenset(
-    {"role", "content", "tool_calls", "tool_call_id", "name", "weight", *_REASONING}
-)
-_SHAREGPT_KEYS = frozenset({"from", "value", "weight"})
+"""Keys of a line."""
 _FOREIGN_WEIGHTS = ("loss", "train", "loss_mask")  # names for the key `weight` in other tools
 _THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
@@ -145,18 +136,6 @@ def _is_thinking(record: Mapping[str, Any], messages: Sequence[Message], mode: s
     if mode != "as-written":
         return mode == "with"
     return any("reasoning_content" in one for one in messages) if value is None else value
-
-
-def _unused_keys(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> frozenset[str]:
-    """Return the keys of a line and its messages that Keel doesn't use."""
-    unread = {key for key in record if key not in known}
-    for form in (*_FORMS, "completion"):
-        for message in record[form] if isinstance(record.get(form), list) else ():
-            if isinstance(message, dict):
-                keys = _MESSAGE_KEYS if "role" in message else _SHAREGPT_KEYS
-                used = {key for key, value in message.items() if value is not None}
-                unread |= {f"{form}[].{key}" for key in used - keys}
-    return frozenset(unread)
 
 
 def _parse_messages(value: Any, key: str) -> list[tuple[dict[str, Any], str]]:
@@ -294,8 +273,6 @@ class Example:
     document: str = ""  # digest of the whole document, which serves as the example's question
     window: int = 0  # index of the window in its document
     prompt_id: str = ""  # `prompt_id` of the prompt that a sampled conversation answers
-    unread: frozenset[str] = field(default_factory=frozenset[str])
-    """Keys in the line that Keel does not use."""
 
     @property
     def question(self) -> str:
@@ -341,7 +318,6 @@ def parse_example(record: Mapping[str, Any], at: str, source: ConversationsConfi
         thinking=_is_thinking(record, messages, source.thinking),
         segments=segments,
         prompt_id=str(record.get("id") or "") if is_sampled else "",
-        unread=_unused_keys(record, _TRAJECTORY_KEYS if is_sampled else KNOWN),
     )
 
 

@@ -49,15 +49,10 @@ class _Report:
     sampled: int  # number of conversations that keep the exact tokens sampled by a policy
     left_out: Mapping[str, int]  # number of excluded conversations for each reason
     skipped: Sequence[str]
-    unread: frozenset[str]
 
     @property
     def learned(self) -> int:
         return len(self.lessons)
-
-    @property
-    def longest(self) -> int:
-        return max((lesson.longest for lesson in self.lessons), default=0)
 
     def lines(self, name: str) -> Iterator[str]:
         kind = "windows" if self.documents else "conversations"
@@ -69,15 +64,13 @@ class _Report:
             tokens = sum(lesson.total_tokens for lesson in self.lessons)
             contexts = sum(len(lesson.segments) for lesson in self.lessons)
             line += f"; {learned:,} of {tokens:,} tokens learned, in {contexts:,} contexts "
-            line += f"of at most {self.longest:,}"
+            line += f"of at most {max(lesson.longest for lesson in self.lessons):,}"
         if self.sampled:
             line += f"; {self.sampled:,} with the exact tokens that were sampled"
         yield line
         if self.left_out:
             yield "  left out: " + ", ".join(f"{n:,} {why}" for why, n in self.left_out.items())
         yield from (f"  skipped: {line}" for line in first_lines(self.skipped))
-        if self.unread:
-            yield f"  unknown keys: {', '.join(sorted(self.unread))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +166,6 @@ def load_lessons(
             sampled=sum(bool(e.segments) and not e.document for _, e, _, _ in kept),
             left_out=counts,
             skipped=part.skipped,
-            unread=frozenset(key for e in sources[source.name].examples for key in e.unread),
         )
 
     def content(lesson: SftExample) -> str:

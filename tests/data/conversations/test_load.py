@@ -19,7 +19,7 @@ def test_duplicates_and_questions(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *lines, lines[0], "", chat("q0?", "other", score=1))
     found = load(source(path, holdout=5))
     report = found.report["s"]
-    assert report.left_out == {"repeated": 1} and report.unread == {"score"}
+    assert report.left_out == {"repeated": 1}
     assert report.heldout in (6, 7) and report.learned + report.heldout == 21
     held, learned = said(found.heldout["s"]), said(found.train.sources["s"])
     asked = [{int(one.split()[1]) // 2 for one in part - {"other"}} for part in (held, learned)]
@@ -107,7 +107,6 @@ def test_tables_and_columns(tmp_path: Path) -> None:
     for kind in ("file", "jsonl"):
         found = loaded(str(tmp_path / "named.jsonl"), kind, columns=COLUMNS)
         assert texts(found) == ["1+1?2", "2+2?4"]
-        assert found.report["told"].unread == {"out"}
 
 
 def trajectory(name: str, correct: float, tokenizer: str = "mine", **more: Any) -> dict[str, Any]:
@@ -135,7 +134,7 @@ def test_selection_and_tokens(tmp_path: Path) -> None:
     knobs = {"source": "trajectories"}
     found = load(source(str(run), **knobs))
     report = found.report["s"]
-    assert (report.learned, report.sampled, report.unread) == (3, 2, frozenset())
+    assert (report.learned, report.sampled) == (3, 2)
     assert report.left_out == {"reward below 1": 1, "cut off": 1}
     tokens = [lesson.segments[0].token_ids_T.tolist() for lesson in found.train.sources["s"]]
     assert sorted(tokens) == [[7, 8, 9], [7, 8, 9], [ord(letter) for letter in "b1?b1"]]
