@@ -2,7 +2,6 @@
 --help` and recipe errors do not wait for torch."""
 
 import argparse
-import difflib
 import os
 import re
 import sys
@@ -57,16 +56,10 @@ _EVALUATING = ("train", "check", "eval")
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        if choice := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
-            known = re.findall(r"[a-z]+", choice[2])
-            near = difflib.get_close_matches(choice[1], known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
-            message = f"{choice[1]!r} is not a command; {hint}"
-        elif knob := re.fullmatch(r"unrecognized arguments: -+(\w+\.[\w.]+)[= ]?(.*)", message):
+        if knob := re.fullmatch(r"unrecognized arguments: -+(\w+\.[\w.]+)[= ]?(.*)", message):
             message = f"write a knob without dashes: {knob[1]}={knob[2]}"
         elif "unrecognized arguments: " in message:
-            message += "; see keel COMMAND --help. Knobs are key=value, and a run resumes by the "
-            message += "same command"
+            message += "; see keel COMMAND --help. Knobs are key=value"
         elif re.search(r"required: recipe\b", message):
             message = "name a recipe: a YAML file, or a bundled one (keel recipes)"
         super().error(message.replace(", key=value", ""))  # overrides are optional
@@ -90,26 +83,17 @@ _NEW = (
     _option("--nodes", "N", "number of machines", type=int, default=1),
     _option("--gpu-gib", "GIB", "memory per GPU, if none is here", type=float),
     _option("--steps", "N", "training steps (default: 200; 50 on a CPU)", type=int),
-    _option(
-        "--max-tokens",
-        "N",
-        "tokens per completion (default: 1024 or 4096; 128 or 256 on a CPU)",
-        type=int,
-    ),
+    _option("--max-tokens", "N", "tokens per completion (default: 1024; 4096 to think)", type=int),
     _option("--eval", "FILE", "evaluate on this file instead of held-out rows"),
     ("--think", {"action": "store_true", "default": None, "help": "think before answering"}),
     ("--yes", {"action": "store_true", "help": "ask nothing and use defaults"}),
 )
-_SERVE = "start vLLM's server of --model"
 _JUDGE = (  # no overrides, because argparse would drop any that follow an option
     _option("file", None, "JSONL: prompt, answer and, without --rubric, criteria"),
     _option("--rubric", "FILE", "YAML or JSON: criteria for every line"),
     _option("--recipe", None, "take rewards.judge from this recipe"),
     _option("--base-url", "URL", "OpenAI-compatible endpoint"),
-    (
-        "--serve",
-        {"action": "store_true", "default": None, "help": "start vLLM's server of --model"},
-    ),
+    ("--serve", {"action": "store_true", "default": None, "help": "start a server of --model"}),
     _option("--model", "NAME", "model name at the endpoint"),
     _option("--api-key-env", "VAR", "environment variable with the API key"),
     _option("--samples", "K", "judgements per answer", type=int),
@@ -275,7 +259,7 @@ def _run_light(arguments: argparse.Namespace) -> int:
     try:
         result = run(import_module(f"keel.{name}"), arguments)
     except (ConfigError, RuntimeError) as error:
-        print(f"keel {arguments.command}: {_escape_control_characters(error)}", file=sys.stderr)
+        print(f"keel {arguments.command}: {error}", file=sys.stderr)
         return REFUSED if isinstance(error, ConfigError) else 1
     if not isinstance(result, str):
         return result or 0
@@ -341,11 +325,6 @@ def _step(word: str) -> int | str:
     return int(word)
 
 
-def _escape_control_characters(message: object) -> str:
-    """Escape control characters in a message, which may quote untrusted files."""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in str(message))
-
-
 def _check_recipe(arguments: argparse.Namespace) -> int:
     """Check the recipe and print any error. Returns the exit status, which is 0 if the recipe is
     valid."""
@@ -369,14 +348,10 @@ def _check_recipe(arguments: argparse.Namespace) -> int:
                 preflight.check_quickly(config, command)
                 if command == "train":
                     preflight.check_resume(config, auto)
-    except ConfigError as error:
-        message = str(error)
-    except OSError as error:  # for example, no permission, or a name that is too long
-        message = f"{error.filename}: cannot be read ({error.strerror})"
-    else:
-        return 0
-    print(f"keel {command}: {_escape_control_characters(message)}", file=sys.stderr)
-    return REFUSED
+    except (ConfigError, OSError) as error:
+        print(f"keel {command}: {error}", file=sys.stderr)
+        return REFUSED
+    return 0
 
 
 if __name__ == "__main__":

@@ -54,6 +54,10 @@ class _Report:
     def learned(self) -> int:
         return len(self.lessons)
 
+    @property
+    def longest(self) -> int:
+        return max((lesson.longest for lesson in self.lessons), default=0)
+
     def lines(self, name: str) -> Iterator[str]:
         kind = "windows" if self.documents else "conversations"
         line = f"{name}: {self.learned:,} {kind} to learn from, {self.heldout:,} held out"
@@ -64,7 +68,7 @@ class _Report:
             tokens = sum(lesson.total_tokens for lesson in self.lessons)
             contexts = sum(len(lesson.segments) for lesson in self.lessons)
             line += f"; {learned:,} of {tokens:,} tokens learned, in {contexts:,} contexts "
-            line += f"of at most {max(lesson.longest for lesson in self.lessons):,}"
+            line += f"of at most {self.longest:,}"
         if self.sampled:
             line += f"; {self.sampled:,} with the exact tokens that were sampled"
         yield line

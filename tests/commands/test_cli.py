@@ -24,7 +24,6 @@ def test_missing_library_is_named(
 
 def test_mistyped_command_lines_get_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
     for line, hint in (
-        ("trian x", "did you mean train?"),
         ("check q --trainer.lr=3", "trainer.lr=3"),
         ("check q --trainer.lr 3", "trainer.lr=3"),
         ("report --foo a", "--foo"),
