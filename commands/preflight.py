@@ -18,7 +18,7 @@ from keel.model.hub import check_path, is_hub_name
 from keel.rewards.compose import check_weights
 from keel.trainer.run.trackers import check_trackers
 
-MAX_QUICK_BYTES = 2**22
+_MAX_QUICK_BYTES = 2**22
 """Maximum size in bytes of a file or folder to read in these checks. Reading that much takes a
 tenth of a second."""
 
@@ -98,4 +98,4 @@ def _can_check_part(part: str) -> bool:
 
 def _is_small(path: Path) -> bool:
     files = path.rglob("*") if path.is_dir() else (path,)
-    return sum(file.stat().st_size for file in files if file.is_file()) <= MAX_QUICK_BYTES
+    return sum(file.stat().st_size for file in files if file.is_file()) <= _MAX_QUICK_BYTES

@@ -31,7 +31,7 @@ _RECIPES: Mapping[_Recipe, tuple[type, str]] = {
     "distill": (DistillConfig, "Recipes of keel distill"),
     "synthesize": (SynthesisConfig, "Recipes of keel synthesize"),
 }
-PAGES = {
+_PAGES = {
     "run": "checkpoints",
     "model": "from-base-to-rl",
     "model.tiny": "learning",
@@ -267,8 +267,8 @@ def _yaml(value: Any) -> str:
 def _page_of(knob: str, text: str) -> str:
     if page := re.search(r"docs/([\w-]+)\.md", text):
         return page[1]
-    prefixes = [prefix for prefix in PAGES if re.match(rf"{re.escape(prefix)}(?![\w])", knob)]
-    return PAGES[max(prefixes, key=len)] if prefixes else ""
+    prefixes = [prefix for prefix in _PAGES if re.match(rf"{re.escape(prefix)}(?![\w])", knob)]
+    return _PAGES[max(prefixes, key=len)] if prefixes else ""
 
 
 def _normalize_name(name: str) -> str:

@@ -26,10 +26,10 @@ HOST, PORT = "127.0.0.1", 8000
 _START_S = 1800.0
 """Timeout in seconds for vLLM to load the model and respond."""
 POLL_S = 0.5
-SAMPLING = ("temperature", "top_p", "top_k")
+_SAMPLING = ("temperature", "top_p", "top_k")
 _THINKING_KEYS = ("enable_thinking", "thinking")
 """Chat template variables that turn thinking on or off."""
-FIXED = ("model", "host", "port", "served_model_name")
+_FIXED = ("model", "host", "port", "served_model_name")
 """vLLM options that the user cannot set, because the model folder or Keel's own arguments determine
 them."""
 
@@ -45,14 +45,14 @@ def _server_options(folder: Path, words: Sequence[str] = ()) -> dict[str, Any]:
         if not (path / "config.json").exists():
             raise _missing_export(folder)
         config, name = load_config(run / "config.yaml"), run.resolve().name
-        sampling = {name: getattr(config.rollout.sampling, name) for name in SAMPLING}
+        sampling = {name: getattr(config.rollout.sampling, name) for name in _SAMPLING}
         thinking = {source.thinking for source in config.data.sources}
     elif not exported:
         raise ConfigError(
             f"{folder}: is neither a run folder (config.yaml) nor a model folder (config.json)"
         )
     chosen = _parse_options(words)
-    sampling |= {name: chosen.pop(name) for name in SAMPLING if name in chosen}
+    sampling |= {name: chosen.pop(name) for name in _SAMPLING if name in chosen}
     if "thinking" in chosen:
         thinking = {chosen.pop("thinking")}
     options: dict[str, Any] = {
@@ -84,16 +84,16 @@ def _parse_options(words: Sequence[str]) -> dict[str, Any]:
         name = name.replace("-", "_")
         if not equals or not name.isidentifier():
             raise ConfigError(
-                f"{word}: is not key=value; keys are {', '.join(SAMPLING)}, thinking, and vLLM's "
+                f"{word}: is not key=value; keys are {', '.join(_SAMPLING)}, thinking, and vLLM's "
                 "options by their names (max_model_len=4096)"
             )
-        if name in FIXED:
+        if name in _FIXED:
             raise ConfigError(f"{word}: is set by the folder, --host and --port; leave it out")
         try:
             options[name] = value = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"{word}: is not YAML ({error})") from error
-        if name in SAMPLING and (isinstance(value, bool) or not isinstance(value, int | float)):
+        if name in _SAMPLING and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ConfigError(f"{word}: must be a number")
         if name == "thinking" and not isinstance(value, bool):
             raise ConfigError(f"{word}: must be true or false")

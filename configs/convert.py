@@ -17,7 +17,7 @@ from keel.configs.schema import Config, ConfigError, EvalConfig, RolloutConfig, 
 
 T = TypeVar("T")
 
-RENAMED = {
+_RENAMED = {
     "agents.max_open": "max_concurrent_episodes",
     "author.deadline_s": "timeout_s",
     "data.sources[].length.right": "correct_threshold",
@@ -47,7 +47,7 @@ RENAMED = {
 }
 """Maps the old path of a knob or section to its current name in the same section."""
 _KEPT = "`keel filter` writes the selected prompts to kept/<source>.jsonl (source: jsonl)"
-REMOVED = {
+_REMOVED = {
     "data.sources[].least_pass_rate": _KEPT,
     "data.sources[].most_pass_rate": _KEPT,
     "data.sources[].pass_rates": _KEPT,
@@ -122,10 +122,10 @@ def suggest(path: str, root: type) -> str:
     """
     section, _, key = path.rpartition(".")
     plain = re.sub(r"\[[^]]*\]", "[]", path)
-    if plain in RENAMED:
-        return f"renamed to {section}.{RENAMED[plain]}"
-    if plain in REMOVED:
-        return REMOVED[plain]
+    if plain in _RENAMED:
+        return f"renamed to {section}.{_RENAMED[plain]}"
+    if plain in _REMOVED:
+        return _REMOVED[plain]
     knobs = sorted(_knob_paths(root), key=lambda knob: knob.count("."))
     names = [*knobs, *dict.fromkeys(knob.rpartition(".")[0] for knob in knobs)]
     matches = [name for name in names if f".{name}".endswith(f".{key}")]

@@ -29,9 +29,9 @@ from keel.data.results import align_columns
 from keel.trainer.run.journal import cost_rows
 from keel.trainer.run.trajectory_files import finite_json
 
-SCRIPTS = ("show.js", "curves.js", "runs.js", "tokens.js", "read.js", "main.js")
+_SCRIPTS = ("show.js", "curves.js", "runs.js", "tokens.js", "read.js", "main.js")
 """Script files in `commands/report/page`, in execution order."""
-MOST_BYTES = 64 * 2**20
+_MOST_BYTES = 64 * 2**20
 """Maximum size in bytes of the compressed trajectories in one page."""
 
 
@@ -44,7 +44,7 @@ def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
     parts = files("keel.commands.report") / "page"
     scripts = [
         str(get_plotlyjs()),
-        *((parts / name).read_text(encoding="utf-8") for name in SCRIPTS),
+        *((parts / name).read_text(encoding="utf-8") for name in _SCRIPTS),
     ]
     if not live:
         _thin_trajectories(runs)
@@ -90,9 +90,9 @@ def _policy(scripts: Sequence[str], *, live: bool) -> str:
 
 
 def _thin_trajectories(runs: Sequence[tuple[RunData, Chunks]]) -> None:
-    """Keep only every n-th chunk if the total size of the chunks exceeds `MOST_BYTES`."""
+    """Keep only every n-th chunk if the total size of the chunks exceeds `_MOST_BYTES`."""
     total = sum(chunk.size for _, chunks in runs for chunk in chunks.values())
-    every = -(-total // MOST_BYTES)
+    every = -(-total // _MOST_BYTES)
     for run, chunks in runs if every > 1 else ():
         names = list(chunks)
         for at, name in enumerate(reversed(names)):  # the last stays
@@ -134,7 +134,7 @@ def _make_names_unique(runs: Sequence[RunData]) -> None:
 
 
 HOST = "127.0.0.1"
-ALLOWED_HOSTS = (HOST, "localhost")
+_ALLOWED_HOSTS = (HOST, "localhost")
 """Allowed host names in requests. Any other name belongs to a foreign page whose DNS entry points
 to this machine."""
 _TYPES = {"": "text/html; charset=utf-8", "data": "application/json"}
@@ -198,7 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
         query = {name: values[-1] for name, values in parse_qs(split.query).items()}
         host = self.headers.get("Host", "").rpartition(":")[0]
         token = query.get("token", "").encode()
-        if host not in ALLOWED_HOSTS or not hmac.compare_digest(token, self.server.token.encode()):
+        if host not in _ALLOWED_HOSTS or not hmac.compare_digest(token, self.server.token.encode()):
             self._send(HTTPStatus.FORBIDDEN, b"Open the address that `keel watch` has printed.")
             return
         try:

@@ -22,7 +22,7 @@ from keel.configs.system_prompts import SystemTemplate
 _PLACEHOLDER = re.compile(r"(?<!\{)\{\w[\w .-]*\}")
 ROWS = ("jsonl", "file", "hub")
 """Kinds of sources whose prompts are rows in files."""
-MOST = 10_000_000
+_MOST = 10_000_000
 """Upper bound for a source's weight and for its number of prompts, which are held in memory."""
 
 
@@ -119,13 +119,13 @@ class SourceConfig(Section):
     """Multi-turn environment (`agents`). With source: jsonl, each line is a task for the
     environment. With reasoning_gym, the environment provides the tools and the task's verifier
     grades."""
-    size: int = knob(0, ge=0, le=MOST)
+    size: int = knob(0, ge=0, le=_MOST)
     """reasoning_gym, environment: number of prompts. Other sources: maximum number of rows to read
     (0: all)."""
     holdout: int | Literal["all"] = knob(0, ge=0)
     """Number of prompts to hold out for evaluation; they are never trained on. all: use the source
     for evaluation only."""
-    weight: float = knob(1.0, ge=0, le=MOST)
+    weight: float = knob(1.0, ge=0, le=_MOST)
     """Sampling weight relative to the other sources. 0: evaluate only, which needs a holdout."""
     domain: str = ""
     """Domain for metrics and rewards. Empty: the name of the source."""

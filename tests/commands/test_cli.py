@@ -7,7 +7,7 @@ import pytest
 from keel.commands import doctor
 from keel.commands.cli import main
 from keel.commands.doctor import _check_step_metrics
-from keel.commands.preflight import MAX_QUICK_BYTES, check_quickly, check_resume
+from keel.commands.preflight import _MAX_QUICK_BYTES, check_quickly, check_resume
 from keel.configs.dump import dump_config
 from keel.configs.load import load_config, load_recipe
 from keel.configs.schema import ConfigError
@@ -81,7 +81,7 @@ def test_files_must_exist_and_small_ones_parse(tmp_path: Path) -> None:
     assert "no file of a known kind" in said(tmp_path, source("gsm"))
     (folder / "train.csv").write_text("question,answer\nWhat is 1 + 1?,\n")
     assert "train.csv:2" in said(tmp_path, source("gsm"))
-    (folder / "test.csv").write_bytes(b" " * (MAX_QUICK_BYTES + 1))
+    (folder / "test.csv").write_bytes(b" " * (_MAX_QUICK_BYTES + 1))
     assert said(tmp_path, source("gsm")) == ""  # deferred, because it is slow
 
 

@@ -11,7 +11,7 @@ import pytest
 from keel.commands import new as module
 from keel.commands.cli import main, parser
 from keel.commands.new import new
-from keel.commands.reference import PAGES, _normalize_name, all_knobs, describe, sections
+from keel.commands.reference import _PAGES, _normalize_name, all_knobs, describe, sections
 from keel.commands.synthesize import _task_settings
 from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
 from keel.configs.dump import as_override
@@ -197,5 +197,5 @@ def test_resume_column_matches_the_checks() -> None:
 
 
 def test_pages_follow_the_schema() -> None:
-    for prefix in PAGES:
+    for prefix in _PAGES:
         assert any(name.startswith(prefix) for name in KNOBS)

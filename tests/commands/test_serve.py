@@ -39,7 +39,7 @@ def test_export_keeps_name_and_sampling(tmp_path: Path) -> None:
     options = _server_options(run)
     assert (options["model"], options["served_model_name"]) == (str(run / "model"), "school")
     sampling = options["override_generation_config"]
-    assert sampling["temperature"] == 0.7 and sampling.keys() == {*serve.SAMPLING}
+    assert sampling["temperature"] == 0.7 and sampling.keys() == {*serve._SAMPLING}
     assert _server_options(run / "model") == options
     plain = _server_options(write_model(tmp_path / "plain"))
     assert plain["served_model_name"] == "plain" and "override_generation_config" not in plain

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.configs.convert import REMOVED, RENAMED, _knob_paths
+from keel.configs.convert import _REMOVED, _RENAMED, _knob_paths
 from keel.configs.diff import check_resumable, flatten_config, learning_rate_changes
 from keel.configs.dump import dump_config
 from keel.configs.load import load_config, load_distillation
@@ -94,13 +94,13 @@ def test_unknown_key_is_answered_with_a_knob(tmp_path: Path) -> None:
 
 def test_old_names_are_answered_with_new_ones(tmp_path: Path) -> None:
     known = {*_knob_paths(Config), *_knob_paths(SynthesisConfig)}
-    for old, last in RENAMED.items():
+    for old, last in _RENAMED.items():
         new = f"{old.rpartition('.')[0]}.{last}"
         assert old not in known and any(path.startswith(new) for path in known), old
     path = write(tmp_path, RECIPE)
     assert refused(path, "rollout.sleep=1").endswith("renamed to rollout.time_share")
     assert "keel compare" in refused(path, "eval.against=x")
-    assert not known & REMOVED.keys()
+    assert not known & _REMOVED.keys()
     assert refused(path, "model.path=embedded").endswith("renamed to tiny")
 
 

@@ -17,7 +17,7 @@ import pytest
 from keel.commands.cli import main
 from keel.commands.report import page as page_module
 from keel.commands.report.folders import read_folder
-from keel.commands.report.page import HOST, SCRIPTS, _Server, page
+from keel.commands.report.page import _SCRIPTS, HOST, _Server, page
 from tests.commands.report.runs import (
     ATTACKS,
     BREAKS,
@@ -154,7 +154,7 @@ def test_run_text_is_never_markup(folder: Path) -> None:
     parsed = Parsed(text)
     ours = [script for about, script in parsed.scripts if not about]
     others = {about["type"] for about, _ in parsed.scripts if about}
-    assert len(ours) == len(SCRIPTS) + 1 and others == {"application/json", "text/plain"}
+    assert len(ours) == len(_SCRIPTS) + 1 and others == {"application/json", "text/plain"}
     names = {tag for tag, _ in parsed.tags}
     assert not names & {"img", "svg", "iframe", "link", "object", "base", "form"}
     assert all(not name.startswith("on") for _, about in parsed.tags for name in about)
@@ -173,7 +173,7 @@ def test_run_text_is_never_markup(folder: Path) -> None:
 
 def test_our_scripts_never_parse_html() -> None:
     folder = Path(page_module.__file__).parent / "page"
-    assert {path.name for path in folder.glob("*.js")} == set(SCRIPTS)
+    assert {path.name for path in folder.glob("*.js")} == set(_SCRIPTS)
     forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|srcdoc"
     for path in folder.glob("*.js"):
         assert not re.search(forbidden, path.read_text()), path
@@ -201,7 +201,7 @@ def test_every_trajectory_is_in_the_page(folder: Path) -> None:
 def test_large_page_is_limited_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, chunks = read_folder(folder)
     half = sum(chunk.size for chunk in chunks.values()) // 2
-    monkeypatch.setattr(page_module, "MOST_BYTES", half + 1)
+    monkeypatch.setattr(page_module, "_MOST_BYTES", half + 1)
     (state,) = Parsed(page([(run, chunks)])).state["runs"]
     assert {group["step"] for group in state["groups"]} == {1, 3}  # the last among them
     assert len(state["notes"]) == 1
