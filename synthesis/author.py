@@ -7,7 +7,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, cast
@@ -23,6 +23,7 @@ from keel.rl.turns import Malformed, Message, ToolCall, ToolSpec
 
 _CONNECT_S = 10.0
 _MAX_MESSAGE = 300
+_LIMITED = ("tokens", "usd")
 _NOT_A_COMPLETION = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """Errors raised when a reply cannot be parsed as a chat completion."""
 _TOO_LONG = re.compile(
@@ -57,7 +58,6 @@ class CallUsage:
 class AuthorReply:
     content: str
     calls: tuple[ToolCall | Malformed, ...] = ()
-    reasoning: str = ""
     cut: bool = False
     """True if the response was truncated by `max_tokens` or the context length. Do not run the tool
     calls of such a response."""
@@ -93,35 +93,32 @@ class SynthesisBudget:
     ) -> None:
         """Create a budget. `spent` is the usage from earlier starts, and `record` is called with
         each new call's usage."""
-        self._record = record
-        self._limits = {"tokens": limits.tokens, "usd": limits.usd}
-        self._spent = {
-            "tokens": sum(usage.tokens for usage in spent),
-            "usd": sum(usage.usd for usage in spent),
-        }
-        self._reserved = {"tokens": 0.0, "usd": 0.0}
+        self._limits, self._record = limits, record
+        self._spent = {name: sum(getattr(usage, name) for usage in spent) for name in _LIMITED}
+        self._reserved = list[CallUsage]()
 
     @contextmanager
-    def call(self, tokens: int, usd: float) -> Any:
-        """Reserve the maximum cost of a call, and yield a function that records its actual usage.
+    def call(self, most: CallUsage) -> Generator[Callable[[CallUsage], None]]:
+        """Reserve the maximum usage of a call, and yield a function that records its actual usage.
         Raises BudgetSpent if the reservation would go over the budget."""
-        more = {"tokens": tokens, "usd": usd}
-        for name, limit in self._limits.items():
-            reserved = self._reserved[name] + more[name]
-            if limit and self._spent[name] + reserved > limit:
-                spent = f"{self._spent[name]:,.8g} spent, and calls may take {reserved:,.8g}"
-                raise BudgetSpent(f"budget.{name} = {limit:,.8g}: {spent}. Raise it to continue")
-        for name in more:
-            self._reserved[name] += more[name]
+        self._reserved.append(most)
         try:
-            yield self._took
+            for name in _LIMITED:
+                limit: float = getattr(self._limits, name)
+                spent = self._spent[name]
+                reserved = sum(getattr(usage, name) for usage in self._reserved)
+                if limit and spent + reserved > limit:
+                    reason = f"{spent:,.8g} spent, and calls may take {reserved:,.8g}"
+                    raise BudgetSpent(
+                        f"budget.{name} = {limit:,.8g}: {reason}. Raise it to continue"
+                    )
+            yield self._take
         finally:
-            for name in more:
-                self._reserved[name] -= more[name]
+            self._reserved.remove(most)
 
-    def _took(self, usage: CallUsage) -> None:
-        self._spent["tokens"] += usage.tokens
-        self._spent["usd"] += usage.usd
+    def _take(self, usage: CallUsage) -> None:
+        for name in _LIMITED:
+            self._spent[name] += getattr(usage, name)
         self._record(usage)
 
 
@@ -152,23 +149,14 @@ class EndpointAuthor:
         config = self._config
         offered = [tool.as_json() for tool in tools]
         request = _encodable(list(messages))
-        most_prompt = _byte_length(json.dumps([*request, *offered], ensure_ascii=False))
-
-        def used(prompt: int = most_prompt, completion: int = config.max_tokens) -> CallUsage:
-            return CallUsage(
-                model=self.name,
-                purpose=purpose,
-                prompt_tokens=prompt,
-                completion_tokens=completion,
-                usd=(
-                    prompt * config.usd_per_million_prompt_tokens
-                    + completion * config.usd_per_million_completion_tokens
-                )
-                / 1e6,
-            )
-
+        # A token has at least one byte.
+        most = self._usage(
+            purpose,
+            len(json.dumps([*request, *offered], ensure_ascii=False).encode()),
+            config.max_tokens,
+        )
         async with self._slots:
-            with self._budget.call(used().tokens, used().usd) as took:
+            with self._budget.call(most) as take:
                 try:
                     # The library's timeout applies to each attempt and read.
                     async with asyncio.timeout(config.timeout_s * (1 + config.retries)):
@@ -181,33 +169,42 @@ class EndpointAuthor:
                             extra_body=dict(config.extra) or None,
                         )
                 except asyncio.CancelledError:
-                    took(used())  # the endpoint may continue and bill it
+                    take(most)  # the endpoint may continue and bill it
                     raise
                 except (TimeoutError, openai.APITimeoutError) as error:
-                    took(used())  # it may have been generating all the time
+                    take(most)  # it may have been generating all the time
                     limit = f"author.timeout_s = {config.timeout_s:g}"
                     raise AuthorLost(f"{self.name}: no reply within {limit}") from error
                 except openai.APIStatusError as error:
-                    hint, too_long = "", _TOO_LONG.search(f"{error.message} {error.code}")
-                    if too_long and error.status_code in (400, 413):
+                    if _TOO_LONG.search(f"{error.message} {error.code}"):
                         if any(message.get("role") == "assistant" for message in messages):
                             return AuthorReply(content="", cut=True)
-                        hint = (
-                            "; the context has no room for a reply. Lower author.max_tokens = "
-                            f"{config.max_tokens}, or serve the model with a longer context"
-                        )
+                        error.message += f"; lower author.max_tokens = {config.max_tokens}"
                     reply = self._public(f"HTTP {error.status_code}: {error.message}")
-                    raise AuthorLost(f"{self.name}: {reply}{hint}") from error
+                    raise AuthorLost(f"{self.name}: {reply}") from error
                 except openai.APIError as error:
                     why = self._public(str(error.__cause__ or error))
                     raise AuthorLost(f"{self.name} at {config.base_url}: {why}") from error
                 try:
-                    reply, usage = _parse_completion(response.text)
+                    reply, counts = _parse_completion(response.text)
                 except _NOT_A_COMPLETION as error:
-                    took(used(completion=_byte_length(response.text)))
+                    take(most)
                     raise AuthorLost(f"{self.name}: the reply is not a chat completion") from error
-                took(used(usage["prompt"] or most_prompt, usage["completion"]))
+                take(self._usage(purpose, *counts) if all(counts) else most)
                 return reply
+
+    def _usage(self, purpose: str, prompt: int, completion: int) -> CallUsage:
+        prices = (
+            self._config.usd_per_million_prompt_tokens,
+            self._config.usd_per_million_completion_tokens,
+        )
+        return CallUsage(
+            model=self.name,
+            purpose=purpose,
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            usd=(prompt * prices[0] + completion * prices[1]) / 1e6,
+        )
 
     def another(self, changes: Mapping[str, Any]) -> EndpointAuthor:
         """Create an author with different settings. It shares this author's budget and is closed
@@ -231,30 +228,19 @@ class EndpointAuthor:
         return "".join(c if c.isprintable() else " " for c in text)
 
 
-def _byte_length(text: str) -> int:
-    """Return the length of a text in bytes, which is an upper bound on its token count."""
-    return len(text.encode(errors="replace"))
-
-
-def _parse_completion(text: str) -> tuple[AuthorReply, dict[str, int]]:
-    """Parse a chat completion into the response and its token counts. If the endpoint doesn't
-    report any, the prompt count is 0 and the completion count is an upper bound."""
+def _parse_completion(text: str) -> tuple[AuthorReply, tuple[int, int]]:
+    """Parse a chat completion into the response and the token counts of prompt and completion,
+    which are 0 if the endpoint doesn't report any."""
     body = _encodable(json.loads(text))
     choice = body["choices"][0]
     message = choice["message"]
     reply = AuthorReply(
         content=str(message.get("content") or ""),
-        reasoning=str(message.get("reasoning_content") or message.get("reasoning") or ""),
         calls=tuple(_call(entry) for entry in message.get("tool_calls") or ()),
         cut=choice.get("finish_reason") == "length",
     )
-    usage: dict[str, int] = {}
-    for name in ("prompt", "completion"):
-        count = dict(body.get("usage") or {}).get(f"{name}_tokens")
-        usage[name] = count if type(count) is int and count > 0 else 0
-    written = reply.content + reply.reasoning + str(message.get("tool_calls") or "")
-    usage["completion"] = usage["completion"] or _byte_length(written)
-    return reply, usage
+    usage: Mapping[str, int | None] = body.get("usage") or {}
+    return reply, (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
 
 
 def _call(entry: Mapping[str, Any]) -> ToolCall | Malformed:

@@ -174,13 +174,13 @@ def test_request_and_reply(endpoint: Server) -> None:
         {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}},
         {"id": "2", "type": "function", "function": {"name": "look", "arguments": '{"at": '}},
     ]
-    message = {"role": "assistant", "content": None, "reasoning_content": "Hm", "tool_calls": calls}
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
     endpoint.behave = lambda _: completion(message, prompt_tokens=7, completion_tokens=5)
     author, kept = author_of(
         endpoint, usd_per_million_prompt_tokens=1.0, usd_per_million_completion_tokens=10.0
     )
     (answer,) = ask(author, tools=(LOOK,))
-    assert isinstance(answer, AuthorReply) and (answer.content, answer.reasoning) == ("", "Hm")
+    assert isinstance(answer, AuthorReply) and answer.content == ""
     good, bad = answer.calls
     assert good == ToolCall(call_id="1", name="look", arguments={"at": 1})
     assert isinstance(bad, Malformed) and bad.call_id == "2"
