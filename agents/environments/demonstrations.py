@@ -101,17 +101,26 @@ def play(
             return tools, tuple(messages)
         if name not in (names := [tool.name for tool in tools]):
             raise ValueError(f"the script calls {name!r}, and the tools are {', '.join(names)}")
-        call_id = f"call_{turn}_0"
-        function = {"name": name, "arguments": arguments}
-        call = {"id": call_id, "type": "function", "function": function}
-        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         result = environment.call(name, arguments)
+        call, reply = call_messages(turn, name, arguments, result["text"])
+        messages.append(call)
         if result["done"]:
             return tools, tuple(messages)
-        messages.append(
-            {"role": "tool", "content": result["text"], "tool_call_id": call_id, "name": name}
-        )
+        messages.append(reply)
         turn, seen = turn + 1, result["text"]
+
+
+def call_messages(
+    turn: int, name: str, arguments: Mapping[str, Any], text: str
+) -> tuple[Message, Message]:
+    """Return the messages of a tool call and of its result."""
+    call_id = f"call_{turn}_0"
+    function = {"name": name, "arguments": arguments}
+    call = {"id": call_id, "type": "function", "function": function}
+    return (
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": text, "tool_call_id": call_id, "name": name},
+    )
 
 
 def _submit(answer: str) -> Calls:

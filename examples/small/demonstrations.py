@@ -16,7 +16,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,13 @@ from keel.agents.env_runtime.tool_objects import Tool, methods_of
 from keel.agents.environments.code.environment import Repository
 from keel.agents.environments.code.files import apply_edit, number_lines
 from keel.agents.environments.code.languages import REPO
-from keel.agents.environments.demonstrations import Demonstration, demonstrate
+from keel.agents.environments.demonstrations import Demonstration, call_messages
 from keel.agents.environments.general.author_code import SUBMIT, load_tools
 from keel.agents.environments.interpreter import Interpreter
 from keel.agents.environments.search.documents import Document, Hit
 from keel.agents.environments.search.environment import Search
-from keel.agents.environments.trip.environment import Calls
 from keel.configs.synthesis import CodeSourceConfig, CodeTasksConfig
-from keel.rl.turns import Message
+from keel.rl.turns import Message, ToolSpec
 from keel.synthesis.code.pipeline import PROMPT
 
 _CONSONANTS, _VOWELS = "BDFGKLMNPRSTVZ", "aeiou"
@@ -54,57 +53,44 @@ def _write_lines(path: Path, rows: list[dict[str, object]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-_Draw = Callable[[random.Random, Mapping[str, Any]], Demonstration]
-"""Draws a task and returns its two conversations. The mapping holds the environment's arguments."""
+_Step = tuple[str, dict[str, Any], str]
+"""A tool call with its name, arguments and result."""
 
 
-class _LocalTools:
-    """Runs an environment's tools in this process, with the same results that the policy would
-    get."""
+def _demonstration(
+    question: str | Sequence[Message],
+    specs: Sequence[Mapping[str, Any]],
+    worked: Sequence[_Step | str],
+    hasty: Sequence[_Step | str],
+) -> Demonstration:
+    """Build both conversations from their tool calls and, if it ends in one, their last text."""
+    opening = [_user(question)] if isinstance(question, str) else question
 
-    def __init__(
-        self,
-        question: str | Sequence[Message],
-        specs: Sequence[Mapping[str, Any]],
-        tools: Mapping[str, Callable[..., Any]],
-    ) -> None:
-        messages = [_user(question)] if isinstance(question, str) else list(question)
-        self._opening = {"messages": messages, "tools": list(specs)}
-        self._tools = tools
+    def conversation(steps: Sequence[_Step | str]) -> tuple[Message, ...]:
+        messages = list(opening)
+        for turn, step in enumerate(steps):
+            if isinstance(step, str):
+                messages.append({"role": "assistant", "content": step})
+            else:
+                messages += call_messages(turn, *step)
+        if messages[-1].get("name") == SUBMIT["name"]:
+            messages.pop()  # it ends the task
+        return tuple(messages)
 
-    def opening(self, task: Mapping[str, Any], seed: int) -> dict[str, Any]:
-        return self._opening
-
-    def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        return {"text": str(self._tools[name](**arguments)), "done": name == "submit_result"}
-
-    def both(self, worked: Calls, hasty: Calls) -> Demonstration:
-        return demonstrate(lambda: self, {}, 0, worked, hasty)
-
-
-def _demonstrations(family: str) -> Callable[[_Draw], Callable[..., list[Demonstration]]]:
-    def decorate(draw_one: _Draw) -> Callable[..., list[Demonstration]]:
-        def drawn(count: int, *, seed: int, arguments: Mapping[str, Any]) -> list[Demonstration]:
-            draws = (random.Random(f"{family} shown {seed} {n}") for n in range(count))
-            return [draw_one(draw, arguments) for draw in draws]
-
-        drawn.__doc__ = draw_one.__doc__
-        return drawn
-
-    return decorate
+    tools = tuple(ToolSpec(**one) for one in specs)
+    return Demonstration(tools=tools, worked=conversation(worked), hasty=conversation(hasty))
 
 
-def _specs(tools: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [Tool(name, method).spec for name, method in tools.items()]
+def _draws(family: str, count: int, seed: int) -> list[random.Random]:
+    return [random.Random(f"{family} shown {seed} {n}") for n in range(count)]
+
+
+def _specs(target: object) -> list[dict[str, Any]]:
+    return [Tool(name, method).spec for name, method in methods_of(target).items()]
 
 
 def _user(content: str) -> Message:
     return {"role": "user", "content": content}
-
-
-def _answers(text: str) -> Calls:
-    return text
-    yield  # without a call
 
 
 _ITEMS = 80
@@ -183,35 +169,28 @@ def write_prices(folder: Path, count: int, seed: int) -> None:
         (folder / name).write_text(text, encoding="utf-8")
 
 
-@_demonstrations("prices")
-def price_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
+def price_demonstrations(
+    count: int, *, seed: int, arguments: Mapping[str, Any]
+) -> list[Demonstration]:
     """Generate demonstrations in which the agent looks up prices, plus hasty ones in which it
     guesses the answer."""
     (spec,) = (tool.spec for tool in load_tools(_PRICE_TOOLS, {}).values())
     keys = ("name", "description", "parameters")
     specs = [{key: one[key] for key in keys} for one in (spec, SUBMIT)]
-    shop = _draw_prices(draw)
-    question = _draw_question(draw, shop)
-
-    def price(item: str) -> int:
-        return shop[item]
-
-    def submit(answer_text: str) -> str:
-        return ""
-
-    def look() -> Calls:
-        seen: dict[str, int] = {}
-        for item in question.items:
-            seen[item] = int((yield "price", {"item": item}))
-        yield "submit_result", {"answer_text": str(question.answer(seen))}
-
-    def guess() -> Calls:
-        wrong = draw.choice([p for p in range(10, 100) if p != question.answer(shop)])
-        dearer = max(question.items, key=shop.__getitem__)
-        yield "submit_result", {"answer_text": str(wrong) if len(question.items) == 1 else dearer}
-
-    stand = _LocalTools(question.text, specs, {"price": price, "submit_result": submit})
-    return stand.both(look(), guess())
+    made: list[Demonstration] = []
+    for draw in _draws("prices", count, seed):
+        prices = _draw_prices(draw)
+        question = _draw_question(draw, prices)
+        right = question.answer(prices)
+        wrong = draw.choice([price for price in range(10, 100) if price != right])
+        dearer = max(question.items, key=prices.__getitem__)
+        guess = wrong if len(question.items) == 1 else dearer
+        worked, hasty = (
+            ("submit_result", {"answer_text": str(answer)}, "") for answer in (right, guess)
+        )
+        looks = [("price", {"item": item}, str(prices[item])) for item in question.items]
+        made.append(_demonstration(question.text, specs, [*looks, worked], [hasty]))
+    return made
 
 
 _TOWERS = "towers.jsonl"
@@ -242,22 +221,22 @@ def write_towers(folder: Path, count: int, seed: int) -> None:
     _write_lines(folder / "tasks.jsonl", tasks)
 
 
-@_demonstrations("towers")
-def tower_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
+def tower_demonstrations(
+    count: int, *, seed: int, arguments: Mapping[str, Any]
+) -> list[Demonstration]:
     """Generate conversations that find out who built a tower, plus hasty ones that make up a
     name."""
-    (tower, builder), (_, wrong) = _draw_towers(draw, 2).items()
     options = {key: arguments[key] for key in ("results", "cite") if key in arguments}
-    search = Search(ready=_OneDocument(_tower_document(tower, builder)), **options)
-    task = {"messages": [_user(f"Who built {tower}?")], "reward": {"kind": "answer"}}
-    tools = methods_of(search)
-
-    def look() -> Calls:
-        result = yield "search", {"query": tower}
-        return f"<answer>{result.split()[-3]}</answer>"
-
-    stand = _LocalTools(search.opening(task), _specs(tools), tools)
-    return stand.both(look(), _answers(f"<answer>{wrong}</answer>"))
+    made: list[Demonstration] = []
+    for draw in _draws("towers", count, seed):
+        (tower, builder), (_, wrong) = _draw_towers(draw, 2).items()
+        search = Search(ready=_OneDocument(_tower_document(tower, builder)), **options)
+        task = {"messages": [_user(f"Who built {tower}?")], "reward": {"kind": "answer"}}
+        look = ("search", {"query": tower}, search.search(tower))
+        right, guess = (f"<answer>{name}</answer>" for name in (builder, wrong))
+        opening = search.opening(task)
+        made.append(_demonstration(opening, _specs(search), [look, right], [guess]))
+    return made
 
 
 class _OneDocument:
@@ -349,34 +328,31 @@ def pace_synthesis(repository: Path) -> CodeTasksConfig:
     )
 
 
-@_demonstrations("pace")
-def pace_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
+def _edit(text: str, old: int, new: int) -> _Step:
+    values = {"path": "pace.py", "old": str(old), "new": str(new)}
+    try:
+        return "edit", values, apply_edit("pace.py", text, str(old), str(new))[1]
+    except ValueError as error:
+        return "edit", values, str(error)
+
+
+def pace_demonstrations(
+    count: int, *, seed: int, arguments: Mapping[str, Any]
+) -> list[Demonstration]:
     """Generate demonstrations in which the agent changes a number in a repository, plus hasty ones
     in which it edits a file without reading it first."""
-    is_now, expected = _draw_paces(draw, 2)
-    text = _PACE_SOURCE.format(pace=is_now)
+    specs = _specs(object.__new__(Repository))
+    made: list[Demonstration] = []
+    for draw in _draws("pace", count, seed):
+        is_now, expected = _draw_paces(draw, 2)
+        guess = draw.choice([pace for pace in range(10, 100) if pace != is_now])
+        text = _PACE_SOURCE.format(pace=is_now)
 
-    def edit(path: str, old: str, new: str) -> str:
-        try:
-            return apply_edit(path, text, old, new)[1]
-        except ValueError as error:
-            return str(error)
-
-    def view(path: str) -> str:
-        return number_lines(text, 1, 0)
-
-    def change(old: str) -> Calls:
-        yield "edit", {"path": "pace.py", "old": old, "new": str(expected)}
-        return "Done."
-
-    def look() -> Calls:
-        seen = yield "view", {"path": "pace.py"}
-        return (yield from change(seen.split()[-1]))
-
-    issue = PROMPT.format(name="pace", repo=REPO, issue=_pace_issue(expected))
-    specs = _specs(methods_of(object.__new__(Repository)))
-    guess = draw.choice([p for p in range(10, 100) if p != is_now])
-    return _LocalTools(issue, specs, {"view": view, "edit": edit}).both(look(), change(str(guess)))
+        view = ("view", {"path": "pace.py"}, number_lines(text, 1, 0))
+        issue = PROMPT.format(name="pace", repo=REPO, issue=_pace_issue(expected))
+        worked = [view, _edit(text, is_now, expected), "Done."]
+        made.append(_demonstration(issue, specs, worked, [_edit(text, guess, expected), "Done."]))
+    return made
 
 
 _SIGNS = {"+": "plus", "-": "minus", "*": "times"}
@@ -437,27 +413,24 @@ _SUM = "State the final answer to the following arithmetic problem: {sum} ="
 """The prompt of the task chain_sum in reasoning_gym."""
 
 
-@_demonstrations("sums")
-def sum_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
+def sum_demonstrations(
+    count: int, *, seed: int, arguments: Mapping[str, Any]
+) -> list[Demonstration]:
     """Generate conversations that solve chain_sum from reasoning_gym using an interpreter, plus
     hasty ones that leave out the last number."""
-    numbers = [draw.randrange(100, 1000) for _ in range(3)]
-    signs = [draw.choice("+-") for _ in numbers[1:]]
-    terms, values = [str(numbers[0])], [numbers[0]]
-    for sign, number in zip(signs, numbers[1:], strict=True):
-        terms.append(f"{sign} {number}")
-        values.append(values[-1] + (number if sign == "+" else -number))
-    formula = " ".join(terms)
-
-    def python(code: str) -> int:
-        return values[-1]
-
-    def look() -> Calls:
-        return (yield "python", {"code": formula})
-
-    specs = [Tool("python", methods_of(object.__new__(Interpreter))["python"]).spec]
-    stand = _LocalTools(_SUM.format(sum=formula), specs, {"python": python})
-    return stand.both(look(), _answers(str(values[-2])))
+    specs = [one for one in _specs(object.__new__(Interpreter)) if one["name"] == "python"]
+    made: list[Demonstration] = []
+    for draw in _draws("sums", count, seed):
+        numbers = [draw.randrange(100, 1000) for _ in range(3)]
+        signs = [draw.choice("+-") for _ in numbers[1:]]
+        terms, values = [str(numbers[0])], [numbers[0]]
+        for sign, number in zip(signs, numbers[1:], strict=True):
+            terms.append(f"{sign} {number}")
+            values.append(values[-1] + (number if sign == "+" else -number))
+        formula, result = " ".join(terms), str(values[-1])
+        worked = [("python", {"code": formula}, result), result]
+        made.append(_demonstration(_SUM.format(sum=formula), specs, worked, [str(values[-2])]))
+    return made
 
 
 LOOK, GUESS = "look", "guess"
