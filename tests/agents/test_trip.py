@@ -30,9 +30,7 @@ from keel.agents.environments.trip.tasks import (
 )
 
 DATES = ("2025-10-01", "2025-10-02", "2025-10-03")
-SMALL = replace(
-    LEVELS[4], cities=3, hotels=2, restaurants=2, attractions=2, long_names=False, routes=0.7
-)
+SMALL = replace(LEVELS[4], cities=3, hotels=2, restaurants=2, attractions=2, long_names=False)
 
 
 def right(world: World, task: TripTask, answer: str) -> bool:
@@ -65,7 +63,6 @@ def choices(world: World, dates: Sequence[str]) -> dict[str, Sequence[str]]:
 
 def by_hand(world: World, task: TripTask, plan: Sequence[dict[str, str]]) -> bool:
     seen: list[str] = []
-    before = task.start
     for number, day in enumerate(plan):
         city = day["city"]
         hotel, lunch, sight, dinner = (
@@ -78,15 +75,6 @@ def by_hand(world: World, task: TripTask, plan: Sequence[dict[str, str]]) -> boo
         if city in seen or city == task.start:
             return False
         seen.append(city)
-        if task.level.connected and (before, city) not in world.routes:
-            return False
-        before = city
-        if (
-            task.level.dry
-            and sight["outdoor"]
-            and world.weather[city, task.dates[number]] == "rain"
-        ):
-            return False
         if number != task.rule_day:
             continue
         meals = lunch["price"] + dinner["price"]
@@ -102,14 +90,12 @@ def by_hand(world: World, task: TripTask, plan: Sequence[dict[str, str]]) -> boo
     return True
 
 
-@pytest.mark.parametrize("rule", ["connected", "dry", ""])
-def test_verifier_and_solver_match_brute_force(rule: str) -> None:
+def test_verifier_and_solver_match_brute_force() -> None:
     possible = 0
-    for seed in range(2):
-        level = replace(SMALL, **({rule: True} if rule else {}))
-        world = _make_world(seed, level, DATES)
-        task = replace(make_task(0, LEVELS[4])[1], level=level, dates=DATES[:1], rule_day=0)
-        task = replace(task, start=world.cities[0] if rule else "")
+    for seed in range(3):
+        world = _make_world(seed, SMALL, DATES)
+        task = replace(make_task(0, LEVELS[4])[1], level=SMALL, dates=DATES[:1], rule_day=0)
+        task = replace(task, start=world.cities[0])
         good = 0
         for values in itertools.product(*choices(world, task.dates).values()):
             plan = [dict(zip(_KEYS, values, strict=True))]
@@ -126,8 +112,8 @@ def test_verifier_and_solver_match_brute_force(rule: str) -> None:
 
 def test_changed_answers_are_verified_again() -> None:
     draw = random.Random(3)
-    for level, seed in itertools.product((4, 5), range(3)):
-        world, task, answer = solution(seed, level)
+    for seed in range(6):
+        world, task, answer = solution(seed, 4)
         for key in _KEYS * 4:
             plan: list[dict[str, str]] = json.loads(answer)
             day = draw.choice(plan)
@@ -138,7 +124,7 @@ def test_changed_answers_are_verified_again() -> None:
             assert not right(world, task, json.dumps(plan))
 
 
-@pytest.mark.parametrize("level", [0, 5])
+@pytest.mark.parametrize("level", [0, 4])
 def test_malformed_answers_are_wrong(level: int) -> None:
     world, task, answer = solution(1, level)
     assert right(world, task, f"\n{answer} ")

@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Generator, Mapping, Sequence
 from itertools import permutations
-from typing import Any, TypeVar
+from typing import Any
 
 from keel.agents.env_runtime.tool_objects import text_of
 from keel.agents.environments.trip.tasks import (
@@ -170,8 +170,6 @@ class Trip:
         if self._task.level.plain:
             price = "ticket" if kind == "attraction" else "price"
             return "\n".join(f"{one['name']} {one[price]}" for one in matches)
-        if not self._task.level.listing:
-            return [place["name"] for place in matches]
         return [{k: v for k, v in place.items() if k != "city"} for place in matches]
 
     def _city(self, name: str) -> str:
@@ -242,39 +240,30 @@ def _a_plan(world: World, task: TripTask, draw: random.Random) -> list[dict[str,
     return plan
 
 
-_T = TypeVar("_T")
-_Steps = Generator[tuple[str, dict[str, Any]], str, _T]
-Calls = _Steps[Any]
+Calls = Generator[tuple[str, dict[str, Any]], str, Any]
 """A generator that yields tool calls as (name, arguments) and receives their results."""
-_ABOUT = {
-    "hotel": ["price"],
-    "restaurant": ["price", "rating"],
-    "attraction": ["ticket", "outdoor"],
-}
 
 
 def solve(task: TripTask) -> Calls:
     """Search for a plan that solves the task, and submit it. Returns whether one was found."""
-    replies: dict[tuple[str, ...], str] = {}
     if task.cities is not None:
         routes = [task.cities]
     else:
-        cities: list[str] = json.loads((yield from _ask(replies, "get_all_cities")))
+        cities: list[str] = json.loads((yield "get_all_cities", {}))
         others = [city for city in cities if city != task.start]
         routes = permutations(others, len(task.dates))
+    places: dict[str, dict[str, list[dict[str, Any]]]] = {}
     days: dict[tuple[str, int], dict[str, str] | None] = {}
     for route in routes:
         plan: list[dict[str, str]] = []
         for day, city in enumerate(route):
-            if task.level.connected:
-                before = route[day - 1] if day else task.start
-                reply = yield from _ask(
-                    replies, "get_inter_city_transport", from_city=before, to_city=city
-                )
-                if not json.loads(reply):
-                    break
+            if city not in places:
+                places[city] = {}
+                for kind in task.level.kinds:
+                    text = yield f"get_all_{kind}s_by_city", {"city": city}
+                    places[city][kind] = _parse_list(kind, text, task.level.plain)
             if (city, day) not in days:
-                days[city, day] = yield from _plan_day(task, day, city, replies)
+                days[city, day] = _plan_day(task, day, city, places[city])
             day_plan = days[city, day]
             if day_plan is None:
                 break
@@ -285,56 +274,29 @@ def solve(task: TripTask) -> Calls:
     return False
 
 
-def _ask(replies: dict[tuple[str, ...], str], tool: str, **arguments: Any) -> _Steps[str]:
-    """Call a tool, or return the reply to an earlier call with the same arguments."""
-    key = (tool, *map(str, arguments.values()))
-    if key not in replies:
-        replies[key] = yield tool, arguments
-    return replies[key]
+def _parse_list(kind: str, text: str, plain: bool) -> list[dict[str, Any]]:
+    if not plain:
+        return json.loads(text)
+    price = "ticket" if kind == "attraction" else "price"
+    pairs = [line.rsplit(" ", 1) for line in text.splitlines()]
+    return [{"name": name, price: int(value)} for name, value in pairs]
 
 
 def _plan_day(
-    task: TripTask, day: int, city: str, replies: dict[tuple[str, ...], str]
-) -> _Steps[dict[str, str] | None]:
-    lists: dict[str, list[dict[str, Any]]] = {}
-    for kind in task.level.kinds:
-        lists[kind] = yield from _list_places(kind, city, task.level.plain, replies)
-    sights = lists.get("attraction", [{"name": "", "ticket": 0}])
-    if task.level.dry:
-        date = task.dates[day]
-        reply = yield from _ask(replies, "get_weather_by_city_date", city=city, date=date)
-        rains = json.loads(reply)["weather"] == "rain"
-        sights = [one for one in sights if not (one["outdoor"] and rains)]
+    task: TripTask, day: int, city: str, places: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> dict[str, str] | None:
     meals = [key for key in MEALS if key in task.level.keys]
-    for hotel in lists.get("hotel", []):
+    for hotel in places.get("hotel", []):
         if task.hotel_at_most is not None and hotel["price"] > task.hotel_at_most:
             continue
         band = band_of(task.bands, hotel["price"]) if day == task.rule_day else None
         if task.bands and day == task.rule_day and band is None:
             continue
-        for sight in sights:
-            for meal_places in permutations(lists.get("restaurant", []), len(meals)):
+        for sight in places.get("attraction", [{"name": "", "ticket": 0}]):
+            for meal_places in permutations(places.get("restaurant", []), len(meals)):
                 if band is None or band.holds(meal_places, sight["ticket"]):
                     plan = {"time": task.dates[day], "city": city, "hotel": hotel["name"]}
                     plan["afternoon_attraction"] = sight["name"]
                     plan |= {key: one["name"] for key, one in zip(meals, meal_places, strict=True)}
                     return {key: plan[key] for key in task.level.keys}
     return None
-
-
-def _list_places(
-    kind: str, city: str, plain: bool, replies: dict[tuple[str, ...], str]
-) -> _Steps[list[dict[str, Any]]]:
-    listed = yield from _ask(replies, f"get_all_{kind}s_by_city", city=city)
-    if plain:
-        pairs = [line.rsplit(" ", 1) for line in listed.splitlines()]
-        return [{"name": name, _ABOUT[kind][0]: int(price)} for name, price in pairs]
-    places: list[dict[str, Any]] = []
-    for one in json.loads(listed):
-        if isinstance(one, str):
-            arguments = {"info_keywords": _ABOUT[kind], kind: one}
-            facts = yield from _ask(replies, f"get_infos_by_{kind}", **arguments)
-            places.append({"name": one, **json.loads(facts)})
-        else:
-            places.append(one)
-    return places
