@@ -4,6 +4,7 @@ section of the selected `family` is used."""
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from keel.configs.sections.base import ConfigError, Section, knob, require_endpoint, require_unique
@@ -122,12 +123,7 @@ class GeneralConfig(Section):
     max_turns: int = knob(24, ge=1)
     """Maximum number of turns for the author while it fills the database, and for an attempt."""
     documents: str = ""
-    """Folder with text (.txt, .md, .html, .jsonl) that the author may search."""
-    library: str = ""
-    """Function (`module:name`) that returns a library to search instead, such as an adapter to a
-    search API."""
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Arguments of the `library` function."""
+    """Folder with facts that the author's commands may read, as an absolute path."""
     network: bool = False
     """Let the author's commands use this machine's whole network while it fills the database
     (docs/synthesis.md)."""
@@ -143,6 +139,8 @@ class GeneralConfig(Section):
     """Timeout in seconds for verifying one answer."""
 
     def check(self) -> None:
+        ok = not self.documents or Path(self.documents).is_absolute()
+        self.require(ok, "documents", "must be an absolute path")
         slugs = [slug(category) for category in self.categories]
         self.require(all(slugs), "categories", "each must contain letters")
         require_unique("general.categories", slugs)

@@ -6,9 +6,6 @@ making/       unfinished environments, which the next start builds again from sc
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import binascii
 import json
 import os
 import re
@@ -22,27 +19,83 @@ from pathlib import Path
 from typing import Any, Self
 
 from keel.agents.environments.general.author_code import MODULES
-from keel.agents.environments.search.documents import (
-    Library,
-    SearchIndex,
-    ensure_index,
-    excerpt,
-    search_terms,
-)
-from keel.agents.environments.search.environment import load_library
 from keel.agents.types import EnvironmentLost, ToolResult, Transcript, Unscored
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import GeneralConfig, slug
-from keel.rl.turns import Message, ToolCall, ToolSpec, seed_of
-from keel.synthesis.author import (
-    Author,
-    AuthorReply,
-    gather_or_cancel,
-    object_schema,
-    run_tool_loop,
-)
+from keel.rl.turns import Message, ToolCall, seed_of
+from keel.synthesis.author import Author, AuthorReply, gather_or_cancel, run_tool_loop
 from keel.synthesis.general.sandboxes import SLACK_S, GeneralSandboxes, reject_crashes
 from keel.synthesis.ledger import Rejected
+
+_SYSTEM: Message = {
+    "role": "system",
+    "content": "You build environments for training agents that call tools: a database, tools that "
+    "read it, and tasks that are hard to solve and easy to verify.",
+}
+_DATABASE = """\
+Category: {category}.{several}
+
+Build a database for this category: several kinds of entities with numbers, texts and relations \
+that tasks can put constraints on. There must be enough entities that the answer to a task is not \
+obvious at a glance. {look_up}Write the database as one JSON file (an object of lists or objects) \
+of at most {most_kib} KiB, for example by a Python program with a fixed seed. Inspect it, then \
+submit it with submit_database."""
+_TOOLS = """\
+Category: {category}. This is the database, or its beginning:
+
+{data}
+
+Write tools.py. Each public function is a tool that reads the database: small and general, not one \
+that solves a task. The global variable `database` is the value of the JSON file; do not open it \
+yourself, and print nothing. Every parameter and result needs a specific type hint (str, int, \
+float, bool, list[…], dict[…], Literal[…]), and every tool a docstring that describes its result. \
+The same call must return the same result in every process, so do not use the clock, random \
+numbers or the order of a set. Report errors as LookupError or ValueError with a helpful message. \
+The names of helper functions begin with an underscore. You may import only from: {modules}. Do \
+not use attributes that begin with an underscore, or str.format.
+
+Reply with one section:
+
+## tools
+```python
+…
+```"""
+_FIRST = "Now write a simple task that needs a few calls.\n\n"
+_NEXT = """\
+Now write a harder task over the same database: more constraints that depend on each other, more \
+look-ups, conditions, an optimum. {measured}The last task's answer must be wrong for it. If the \
+tools do not suffice, add new functions under a heading `## tools` before the other sections; the \
+existing tools stay.
+
+"""
+_TASK = """\
+question: the question for the agent, with the exact form of the answer (JSON: which keys, which \
+types). It names no tool. The answer follows from the database alone and cannot be guessed.
+solve: one function `def solve(tools):` that returns the answer as a JSON value. It may only call \
+tools (`tools.name(parameter=…)`, with keyword arguments) and compute: no imports, files, \
+database, classes or other functions. It must derive the answer from the results of the tools. A \
+tool that fails raises an exception.
+verify: one function `def verify(answer, database):` that returns True or False, or a dict with \
+one of these for each requirement. It checks the answer against the database and the question, \
+without calling solve. It accepts every right answer and rejects everything else: an empty answer, \
+one with a changed value, one with a missing or an additional part. It must not raise on answers \
+of another form. It may import the same modules as the tools, except random.
+
+Reply with these sections:
+
+## question
+```text
+…
+```
+## solve
+```python
+…
+```
+## verify
+```python
+…
+```"""
+_SHOWN = 6000
 
 
 class GeneralPipeline:
@@ -61,15 +114,13 @@ class GeneralPipeline:
         ConfigError if a setting is invalid."""
         if not config.categories:
             raise ConfigError("general.categories is empty. Name the topics of the tasks")
-        self.keys: Sequence[str] = [
-            f"{slug(category)}-{number}"
+        self._category = {
+            f"{slug(category)}-{number}": category
             for number in range(config.per_category)
             for category in config.categories
-        ]
-        self._category = {slug(category): category for category in config.categories}
-        self._config, self._author, self._seed = config, author, seed
-        self._reference = reference
-        self._search = _search_of(config)
+        }
+        self.keys: Sequence[str] = list(self._category)
+        self._author, self._reference, self._seed = author, reference, seed
         self._done = folder.absolute() / "tasks"
         self._sandboxes = GeneralSandboxes(folder.absolute() / "making", config)
 
@@ -88,33 +139,23 @@ class GeneralPipeline:
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
         path.chmod(0o755)
-        name, _, number = key.rpartition("-")
-        making = _EnvironmentWriter(
+        writer = _EnvironmentWriter(
             sandboxes=self._sandboxes,
             path=path,
-            category=self._category[name],
-            number=int(number),
+            category=self._category[key],
             author=self._author,
             reference=self._reference,
-            search=self._search,
             seed=seed_of(self._seed, key),
         )
         try:
-            await making.run()
+            await writer.run()
             os.replace(path, done)
         except Rejected as refused:
-            refused.drafts = making.drafts
+            refused.drafts = writer.drafts
             raise
         finally:
             shutil.rmtree(path, ignore_errors=True)
-        return making.drafts
-
-
-_SHOWN = 6000
-_HEADING = re.compile(
-    r"^#+[ \t]*`?([a-z]+)(?:\.py|\.md)?`?[ \t]*:?[ \t]*$", re.MULTILINE | re.IGNORECASE
-)
-_BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
+        return writer.drafts
 
 
 @dataclass(kw_only=True)
@@ -125,12 +166,11 @@ class _EnvironmentWriter:
     sandboxes: GeneralSandboxes
     path: Path
     category: str
-    number: int
     author: Author
     reference: Author
-    search: _Search | None
     seed: int
     drafts: list[Rejected] = field(default_factory=list[Rejected])
+    """Drafts that a gate rejected."""
 
     def __post_init__(self) -> None:
         self._files: dict[str, str] = dict.fromkeys(("tools.py", "solve.py", "verify.py"), "")
@@ -143,30 +183,35 @@ class _EnvironmentWriter:
 
     async def run(self) -> None:
         config = self.sandboxes.config
-        kind = await self._database()
+        await self._make_database()
         (shown,) = await self.sandboxes.workshop(
             "database", self.path, "shown", within_s=config.call_s, most=_SHOWN
         )
-        self._messages = _tools_messages(self.category, shown, kind)
-        await self._revised("tools", self._first_tools)
+        modules = ", ".join(MODULES[1:])
+        text = _TOOLS.format(category=self.category, data=shown, modules=modules)
+        self._messages = [_SYSTEM, _user(text)]
+        await self._revise("tools", self._write_tools)
         for step in range(config.steps):
-            passed = self._passed[-1] if self._passed else None
-            if config.attempts and passed == 0:
-                break  # a harder task could not be measured
-            self._messages.append(_task_message(step, passed, config.attempts))
+            text, measured = _FIRST, ""
+            if step:
+                passed = self._passed[-1]
+                if config.attempts and not passed:
+                    break  # a harder task could not be measured
+                if config.attempts:
+                    attempts = f"{passed} of {config.attempts} attempts at the last task passed"
+                    measured = f"{attempts}; fewer must pass at this one. "
+                text = _NEXT.format(measured=measured)
+            self._messages.append(_user(text + _TASK))
             try:
-                await self._revised("task", self._step)
+                await self._revise("task", self._write_task)
             except Rejected as refused:
                 if step < config.least_tasks:
                     raise
                 self.drafts.append(refused)
                 break
         if len(self._tasks) < config.least_tasks:
-            raise Rejected(
-                "harder",
-                f"no attempt passes after {len(self._tasks)} tasks, fewer than "
-                f"general.least_tasks = {config.least_tasks}",
-            )
+            reason = f"no attempt passes after {len(self._tasks)} tasks, fewer than "
+            raise Rejected("harder", f"{reason}general.least_tasks = {config.least_tasks}")
         self._write(self._files, self._tasks)
         provenance = {
             "made": "by keel synthesize",
@@ -181,90 +226,73 @@ class _EnvironmentWriter:
             "calls_of_the_solution": self._calls,
             "drafts_refused": [[one.gate, one.reason] for one in self.drafts],
         }
-        _put_json(self.path / "provenance.json", provenance)
+        self._put("provenance.json", _as_json(provenance))
 
-    async def _database(self) -> str:
-        config, kind = self.sandboxes.config, ""
+    async def _make_database(self) -> None:
+        config = self.sandboxes.config
+        several, look_up = "", "Commands have no network. "
+        if config.per_category > 1:
+            number = int(self.path.name.rpartition("-")[2])
+            several = f" It is number {number + 1} of {config.per_category}; make it different."
+        if config.network:
+            look_up = "Commands can reach the internet, so fetch real data where it helps. "
+        if config.documents:
+            facts = f"The folder {config.documents} has documents with facts for this. "
+            look_up = facts + look_up
+        text = _DATABASE.format(
+            category=self.category,
+            several=several,
+            look_up=look_up,
+            most_kib=config.database_kib,
+        )
 
         async def call(call: ToolCall) -> ToolResult:
-            nonlocal kind
-            if call.name == _SEARCH.name:
-                assert self.search is not None
-                try:
-                    query = str(call.arguments["query"])
-                    return ToolResult(text=await asyncio.to_thread(self.search, query))
-                except Exception as error:  # a search API raises anything
-                    return ToolResult(text=str(error), failed=True)
             result = await hosted.call(call, timeout_s=config.bash_s + SLACK_S)
             if call.name != "submit_database" or result.failed:
                 return result
-            kind = self._store_database(result.text)
+            self._put("database.json", result.text)
             return ToolResult(text="Submitted.", done=True)
 
-        arguments = {"most_kib": config.database_kib, "bash_s": config.bash_s}
-        messages = _database_messages(
-            self.category,
-            self.number,
-            config.per_category,
-            config.database_kib,
-            search=self.search is not None,
-            network=config.network,
-        )
         with reject_crashes("database"):
-            async with self.sandboxes.open(
-                "workshop:DatabaseDesk", arguments=arguments, network=config.network
-            ) as opened:
-                hosted, opening = opened
+            async with self.sandboxes.open_desk() as (hosted, opening):
                 worked = await run_tool_loop(
                     self.author,
-                    messages,
-                    tools=[*opening.tools, *([_SEARCH] if self.search else [])],
+                    [_SYSTEM, _user(text)],
+                    tools=opening.tools,
                     call=call,
                     most_turns=config.max_turns,
                     purpose="database",
                 )
-        if not kind:
+        if worked.ended != "done":
             limits = {"turns": "general.max_turns", "length": "author.max_tokens or the context"}
             within = f" within {limits[worked.ended]}" if worked.ended in limits else ""
             raise Rejected("database", f"no database submitted{within}")
-        return kind
 
-    def _store_database(self, text: str) -> str:
-        try:
-            reply = json.loads(text)
-            kind, data = reply["name"], base64.b64decode(reply["data"], validate=True)
-        except (ValueError, TypeError, LookupError, binascii.Error) as error:
-            raise Rejected("database", f"cannot be read: {error}") from error
-        if kind not in (".json", ".sqlite") or len(data) > self.sandboxes.config.database_kib << 10:
-            raise Rejected("database", "not a database, or too large")
-        _put(self.path / f"database{kind}", data)
-        return kind
-
-    async def _revised(self, purpose: str, hold: Callable[[AuthorReply], Awaitable[None]]) -> None:
+    async def _revise(self, purpose: str, write: Callable[[AuthorReply], Awaitable[None]]) -> None:
+        """Ask the author for a draft, and pass it to `write`, which checks and stores it. If it is
+        rejected, the author may revise it `general.revisions` times."""
         for remaining in reversed(range(self.sandboxes.config.revisions + 1)):
             reply = await self.author.ask(self._messages, purpose=purpose)
             self._messages.append(reply.message())
             try:
-                return await hold(reply)
-            except Rejected as error:
-                refused = error
-            if not remaining:
-                raise refused
-            self.drafts.append(refused)
-            answer = f"Rejected ({refused.gate}): {refused.reason}"
-            self._messages.append(_user(f"{answer}\n\nFix it, and write all sections again."))
+                return await write(reply)
+            except Rejected as refused:
+                if not remaining:
+                    raise
+                self.drafts.append(refused)
+                answer = f"Rejected ({refused.gate}): {refused.reason}"
+                self._messages.append(_user(f"{answer}\n\nFix it, and write all sections again."))
 
-    async def _first_tools(self, reply: AuthorReply) -> None:
+    async def _write_tools(self, reply: AuthorReply) -> None:
         files = {**self._files, "tools.py": _split_sections(reply, ("tools",))["tools"]}
         self._write(files, [])
         self._specs = await self.sandboxes.describe(self.path)
         self._files = files
 
-    async def _step(self, reply: AuthorReply) -> None:
+    async def _write_task(self, reply: AuthorReply) -> None:
         number = len(self._tasks)
-        sections = _split_sections(
-            reply, ("question", "solve", "verify"), ("tools",) if number else ()
-        )
+        optional = ("tools",) if number else ()
+        sections = _split_sections(reply, ("question", "solve", "verify"), optional)
         pieces = {
             "tools.py": sections.get("tools", ""),
             "solve.py": _number_function(sections["solve"], "solve", number),
@@ -292,6 +320,7 @@ class _EnvironmentWriter:
     async def _attempts_passed(self, number: int) -> int:
         """Let the reference policy attempt the task, and return how many attempts pass. Raises
         Rejected if as many pass as at the previous task."""
+        config = self.sandboxes.config
 
         async def passes() -> bool:
             try:
@@ -300,8 +329,8 @@ class _EnvironmentWriter:
                         self.reference,
                         opening.messages,
                         tools=opening.tools,
-                        call=partial(hosted.call, timeout_s=self.sandboxes.config.call_s),
-                        most_turns=self.sandboxes.config.max_turns,
+                        call=partial(hosted.call, timeout_s=config.call_s),
+                        most_turns=config.max_turns,
                         purpose="attempt",
                     )
                     transcript = Transcript(messages=worked.messages, finish_reason="stop")
@@ -312,31 +341,36 @@ class _EnvironmentWriter:
                 return False  # because of its calls
             return not isinstance(verdict, Unscored) and verdict.parts["correct"] == 1.0
 
-        attempts = self.sandboxes.config.attempts
-        passed = sum(await gather_or_cancel(*(passes() for _ in range(attempts))))
-        if attempts and self._passed and passed >= self._passed[-1]:
-            raise Rejected(
-                "harder",
-                f"{passed} of {attempts} attempts of the reference policy pass, "
-                f"{self._passed[-1]} at the task before",
-            )
+        passed = sum(await gather_or_cancel(*(passes() for _ in range(config.attempts))))
+        if config.attempts and self._passed and passed >= self._passed[-1]:
+            reason = f"{passed} of {config.attempts} attempts of the reference policy pass, "
+            raise Rejected("harder", f"{reason}{self._passed[-1]} at the task before")
         return passed
 
     def _write(self, files: dict[str, str], tasks: Sequence[dict[str, Any]]) -> None:
         for name, text in files.items():
-            _put(self.path / name, text.encode(errors="replace"))
+            self._put(name, text)
         about = {"name": self.path.name, "category": self.category, "tasks": list(tasks)}
-        _put_json(self.path / "task.json", about)
+        self._put("task.json", _as_json(about))
+
+    def _put(self, name: str, text: str) -> None:
+        path = self.path / name
+        path.write_bytes(text.encode(errors="replace"))
+        path.chmod(0o644)  # as root, Keel runs the sandbox as another user
 
 
-def _put_json(path: Path, value: Any) -> None:
-    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-    _put(path, text.encode(errors="replace"))
+def _as_json(value: Any) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
 
 
-def _put(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
-    path.chmod(0o644)  # as root, Keel runs the sandbox as another user
+def _user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+_HEADING = re.compile(
+    r"^#+[ \t]*`?([a-z]+)(?:\.py|\.md)?`?[ \t]*:?[ \t]*$", re.MULTILINE | re.IGNORECASE
+)
+_BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
 def _split_sections(
@@ -370,143 +404,3 @@ def _number_function(source: str, name: str, number: int) -> str:
     if count != 1:
         raise Rejected("form", f"`## {name}` must define one function `def {name}(…)`, has {count}")
     return changed
-
-
-_Search = Callable[[str], str]
-"""Maps a query to text. Raises ValueError with a message for the author if the query is invalid."""
-_SEARCH = ToolSpec(
-    name="search",
-    description="Search for passages of text.",
-    parameters=object_schema(query={"type": "string", "description": "A few words"}),
-)
-_PASSAGE = 1200
-_PASSAGES = 5
-_MAX_RESULT = 12_000
-
-
-def _search_of(config: GeneralConfig) -> _Search | None:
-    if not (config.documents or config.library):
-        return None
-    index: Library
-    try:
-        if config.library:
-            index = load_library(config.library, config.options)
-        else:
-            index = SearchIndex(ensure_index(Path(config.documents).expanduser()))
-            if not len(index):
-                raise ValueError("the folder has no text")
-    except Exception as error:  # a user's function raises anything
-        where = "library" if config.library else "documents"
-        raise ConfigError(f"general.{where} = {getattr(config, where)}: {error}") from error
-
-    def search(query: str) -> str:
-        words = search_terms(query)
-        if not words:
-            raise ValueError("the query contains no words")
-        results: list[dict[str, str]] = []
-        for hit in index.search(query, _PASSAGES):
-            if document := index.document(hit.name):
-                text = excerpt(document.text, words, _PASSAGE)
-                results.append({"document": hit.name, "title": hit.title, "text": text})
-        return json.dumps(results, ensure_ascii=False)[:_MAX_RESULT]
-
-    return search
-
-
-_SYSTEM: Message = {
-    "role": "system",
-    "content": "You build environments for training agents that call tools: a database, tools that "
-    "read it, and tasks that are hard to solve and easy to verify.",
-}
-_TASK = """\
-question: the question for the agent, with the exact form of the answer (JSON: which keys, which \
-types). It names no tool. The answer follows from the database alone and cannot be guessed.
-solve: one function `def solve(tools):` that returns the answer as a JSON value. It may only call \
-tools (`tools.name(parameter=…)`, with keyword arguments) and compute: no imports, files, \
-database, classes or other functions. It must derive the answer from the results of the tools. A \
-tool that fails raises an exception.
-verify: one function `def verify(answer, database):` that returns True or False, or a dict with \
-one of these for each requirement. It checks the answer against the database and the question, \
-without calling solve. It accepts every right answer and rejects everything else: an empty answer, \
-one with a changed value, one with a missing or an additional part. It must not raise on answers \
-of another form. It may import the same modules as the tools, except random.
-
-Reply with these sections:
-
-## question
-```text
-…
-```
-## solve
-```python
-…
-```
-## verify
-```python
-…
-```"""
-
-
-def _user(content: str) -> Message:
-    return {"role": "user", "content": content}
-
-
-def _database_messages(
-    category: str, number: int, count: int, most_kib: int, *, search: bool, network: bool
-) -> list[Message]:
-    several = f" It is number {number + 1} of {count}; make it different." if count > 1 else ""
-    look_up = "Use search to look up facts where real ones help. " if search else ""
-    look_up += (
-        "Commands can reach the internet, so fetch real data where it helps. "
-        if network
-        else "Commands have no network. "
-    )
-    return [
-        _SYSTEM,
-        _user(
-            f"Category: {category}.{several}\n\nBuild a database for this category: several kinds "
-            "of entities with numbers, texts and relations that tasks can put constraints on. "
-            "There must be enough entities that the answer to a task is not obvious at a glance. "
-            f"{look_up}Write the database as one JSON file (an object of lists or objects) or one "
-            f"SQLite file of at most {most_kib} KiB, for example by a Python program with a fixed "
-            "seed. Inspect it, then submit it with submit_database."
-        ),
-    ]
-
-
-def _tools_messages(category: str, data: str, kind: str) -> list[Message]:
-    value = "a sqlite3.Connection whose rows are sqlite3.Row"
-    if kind == ".json":
-        value = "the value of the JSON file"
-    return [
-        _SYSTEM,
-        _user(
-            f"Category: {category}. This is the database, or its beginning:\n\n{data}\n\n"
-            "Write tools.py. Each public function is a tool that reads the database: small and "
-            "general, not one that solves a task. The global variable `database` is "
-            f"{value}; do not open it yourself, and print nothing. Every parameter and result "
-            "needs a specific type hint (str, int, float, bool, list[…], dict[…], Literal[…]), "
-            "and every tool a docstring that describes its result. The same call must return the "
-            "same result in every process, so do not use the clock, random numbers or the order "
-            "of a set. Report errors as LookupError or ValueError with a helpful message. The "
-            "names of helper functions begin with an underscore. You may import only from: "
-            f"{', '.join(MODULES[1:])}. Do not use attributes that begin with an underscore, or "
-            "str.format.\n\nReply with one section:\n\n## tools\n```python\n…\n```"
-        ),
-    ]
-
-
-def _task_message(step: int, passed: int | None, attempts: int) -> Message:
-    if not step:
-        return _user(f"Now write a simple task that needs a few calls.\n\n{_TASK}")
-    measured = (
-        f"{passed} of {attempts} attempts at the last task passed; fewer must pass at this one. "
-        if attempts
-        else ""
-    )
-    return _user(
-        "Now write a harder task over the same database: more constraints that depend on each "
-        f"other, more look-ups, conditions, an optimum. {measured}The last task's answer must be "
-        "wrong for it. If the tools do not suffice, add new functions under a heading `## tools` "
-        f"before the other sections; the existing tools stay.\n\n{_TASK}"
-    )

@@ -4,7 +4,7 @@ tasks have to pass, and in episodes."""
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +22,7 @@ from keel.rl.types import Prompt
 from keel.synthesis.author import tool_spec_of
 from keel.synthesis.ledger import Rejected
 
-_PACKAGE = "keel.agents.environments.general"
+_WORKSHOP = "workshop:Workshop"
 _MEMORY_MIB = 2048
 _STARTING = 8
 SLACK_S = 30.0
@@ -41,7 +41,7 @@ class GeneralSandboxes:
         if config.network:
             self._wraps[True] = _sandbox("host")
         self._starting = asyncio.Semaphore(_STARTING)
-        self._parent = ForkServer(self._program("workshop:Workshop", {}))
+        self._parent = ForkServer(self._program(_WORKSHOP))
 
     async def __aenter__(self) -> Self:
         return self
@@ -49,33 +49,28 @@ class GeneralSandboxes:
     async def __aexit__(self, *_: object) -> None:
         await self._parent.close()
 
-    def _program(self, target: str, arguments: Mapping[str, Any], network: bool = False) -> Program:
-        limits_s = {"open_s": self.config.call_s, "verdict_s": self.config.verify_s}
+    def _program(
+        self, target: str, *, network: bool = False, readable: Sequence[Path] = (), **arguments: Any
+    ) -> Program:
         return Program(
-            target=f"{_PACKAGE}.{target}",
+            target=f"keel.agents.environments.general.{target}",
             arguments=arguments,
             folder=self.making,
+            readable=readable,
             memory_mib=_MEMORY_MIB,
-            deadlines=Deadlines(**{name: limit + SLACK_S for name, limit in limits_s.items()}),
+            deadlines=Deadlines(
+                open_s=self.config.call_s + SLACK_S, verdict_s=self.config.verify_s + SLACK_S
+            ),
             wrap=self._wraps[network],
         )
 
     @asynccontextmanager
-    async def open(
-        self,
-        target: str,
-        *,
-        reward: Mapping[str, Any] | None = None,
-        arguments: Mapping[str, Any] | None = None,
-        network: bool = False,
-        seed: int = 0,
+    async def _open(
+        self, program: Program, reward: Mapping[str, Any] | None = None, *, seed: int = 0
     ) -> AsyncGenerator[tuple[Hosted, Opening]]:
-        """Open the environment `target` from `keel.agents.environments.general`, and yield it along
-        with its first messages and tools. Raises EnvironmentLost if the environment crashes or
-        hangs."""
-        program = self._program(target, arguments or {}, network)
-        parent = None if network else self._parent
-        hosted = Hosted(program, starting=self._starting, fork_server=parent)
+        # The fork server's processes have no network and read no documents.
+        own = program.readable or program.wrap is not self._wraps[False]
+        hosted = Hosted(program, starting=self._starting, fork_server=None if own else self._parent)
         task = Prompt(
             prompt_id="task/0",
             domain="general",
@@ -87,11 +82,26 @@ class GeneralSandboxes:
         finally:
             await hosted.close()
 
-    def open_episode(self, environment: Path, number: int) -> Any:
+    def open_desk(self) -> AbstractAsyncContextManager[tuple[Hosted, Opening]]:
+        """Open the environment in which the author builds a database."""
+        config = self.config
+        program = self._program(
+            "workshop:DatabaseDesk",
+            network=config.network,
+            readable=(Path(config.documents),) if config.documents else (),
+            most_kib=config.database_kib,
+            bash_s=config.bash_s,
+        )
+        return self._open(program)
+
+    def open_episode(
+        self, environment: Path, number: int
+    ) -> AbstractAsyncContextManager[tuple[Hosted, Opening]]:
         """Open the environment the same way as for an episode of the policy."""
-        arguments = {"folder": str(environment), "verify_s": self.config.verify_s}
-        reward = {"general": {"task": number}}
-        return self.open("environment:General", reward=reward, arguments=arguments)
+        program = self._program(
+            "environment:General", folder=str(environment), verify_s=self.config.verify_s
+        )
+        return self._open(program, {"general": {"task": number}})
 
     async def workshop(
         self,
@@ -110,7 +120,7 @@ class GeneralSandboxes:
         limits = {"call_s": config.call_s, "solve_s": config.solve_s, "verify_s": config.verify_s}
         reward = {"environment": str(environment), **limits}
         with reject_crashes(gate):
-            async with self.open("workshop:Workshop", reward=reward, seed=seed) as (hosted, _):
+            async with self._open(self._program(_WORKSHOP), reward, seed=seed) as (hosted, _):
                 result = await hosted.call(call, timeout_s=within_s + SLACK_S)
         if result.failed:
             raise Rejected(gate, result.text)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -68,25 +67,8 @@ def _read(path: str) -> str:
 def _write(path: str, text: str) -> None:
     data = text.encode()
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    path = os.path.realpath(path)  # write through a link, which stays
-    try:
-        with open(path, "r+b") as file:  # fails if it must not be written
-            mode = os.fstat(file.fileno()).st_mode
-    except FileNotFoundError:
-        mode = None
-    temporary = os.path.join(os.path.dirname(path), f".{os.getpid()}.keel")
-    # An existing one is the rest of an interrupted edit.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-    descriptor = os.open(temporary, flags, 0o666)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            if mode is not None:
-                os.fchmod(file.fileno(), stat.S_IMODE(mode))
-        os.replace(temporary, path)
-    except OSError:
-        os.unlink(temporary)
-        raise
+    with open(path, "wb") as file:
+        file.write(data)
 
 
 if __name__ == "__main__":

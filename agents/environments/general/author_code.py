@@ -2,7 +2,7 @@
 
 The environment's folder contains these files:
 
-database.json      or database.sqlite
+database.json
 tools.py           the tools, which are typed functions over `database`
 task.json          {"name", "category", "tasks": [{"question", "tools": [names]}, …]},
                    with easy tasks first
@@ -28,7 +28,6 @@ import re
 import resource
 import signal
 import socket
-import sqlite3
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -65,15 +64,7 @@ class Folder:
         return tasks
 
     def database(self) -> Any:
-        """Load a fresh copy of the database, as a JSON value or as an SQLite connection."""
-        file = self.path / "database.sqlite"
-        if not file.exists():
-            return json.loads(self.text("database.json"))
-        connection = sqlite3.connect(":memory:")
-        connection.deserialize(file.read_bytes())  # type: ignore[attr-defined]
-        connection.execute("PRAGMA temp_store = MEMORY")
-        connection.row_factory = sqlite3.Row
-        return connection
+        return json.loads(self.text("database.json"))
 
 
 def resolve_folders(names: Sequence[str]) -> list[Folder]:
@@ -119,12 +110,6 @@ _MORE = (
 )
 _CLOSED = re.compile(r"_.*|(gi|cr|ag|tb|f|co|func)_\w+|format|format_map|mro|now|today|utcnow")
 """Forbidden attributes, which would give access to the interpreter or the clock."""
-_CLOCK = re.compile(
-    r"""CURRENT_(DATE|TIME|TIMESTAMP)\b | ["']now["'] | ^\s*now\s*$ | \brandom(blob)?\( |
-    \b(date|time|datetime|julianday|unixepoch)\(\s*\) | \bstrftime\(\s*('[^']*'|"[^"]*")\s*\)""",
-    re.IGNORECASE | re.VERBOSE,
-)
-"""SQLite functions that return random values or can read the clock."""
 
 
 def _parse_code(source: str, part: Part) -> ast.Module:
@@ -157,9 +142,6 @@ def _complaint(node: ast.AST, part: Part) -> str:
             return "imports random: a verifier says the same each time"
         unknown = [name for name in names if name not in MODULES]
         return f"imports {unknown[0]}; there are {', '.join(MODULES[1:])}" if unknown else ""
-    if isinstance(node, ast.Constant):
-        match = isinstance(node.value, str) and _CLOCK.search(node.value)
-        return f"asks for what differs from run to run: {match[0]}" if match else ""
     if isinstance(node, ast.Global):
         return "has a `global` statement"
     if isinstance(node, ast.AsyncFunctionDef | ast.Await):

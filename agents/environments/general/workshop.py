@@ -4,7 +4,6 @@ sandbox."""
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import random
@@ -66,9 +65,9 @@ class Workshop:
         self._verify_s = reward["verify_s"]
 
     def shown(self, most: int) -> list[str]:
-        """Return example entries from each table or top-level key of the database, with at most
-        `most` characters in total."""
-        value = self._database()
+        """Return example entries from each top-level key of the database, with at most `most`
+        characters in total."""
+        value: Any = self._folder.database()
         kinds = cast(dict[str, Any], value if isinstance(value, dict) else {"": value})
         parts: list[str] = []
         for name, kind in kinds.items():
@@ -79,21 +78,9 @@ class Workshop:
                 is_list = isinstance(kind, list)
                 first = entries[:_SHOWN] if is_list else dict(list(entries.items())[:_SHOWN])
             more = f" … {count} in all" if count > _SHOWN else ""
-            text = json.dumps(first, ensure_ascii=False, default=str)
+            text = json.dumps(first, ensure_ascii=False)
             parts.append(f"{name}: {text}{more}")
         return ["\n".join(parts)[:most]]
-
-    def _database(self) -> Any:
-        """Return the database as a JSON value. In SQLite, it has a list of rows for each table."""
-        database: Any = self._folder.database()
-        if type(database) in (dict, list):
-            return database
-        tables = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-        quoted = {name: '"' + name.replace('"', '""') + '"' for (name,) in tables}
-        return {
-            name: [dict(row) for row in database.execute(f"SELECT * FROM {table} LIMIT 1000")]
-            for name, table in quoted.items()
-        }
 
     def describe(self) -> Any:
         """Return the tool descriptions by name."""
@@ -222,7 +209,7 @@ class Workshop:
         empty = [*_EMPTY, *(one for one in hollow if one != answer)]
         self._refuse("empty", number, ((repr(one), one) for one in empty))
         self._refuse("mutated", number, _mutate_answer(answer))
-        texts = list(dict.fromkeys(_strings_in(self._database())))[:_MAX_TEXTS]
+        texts = list(dict.fromkeys(_strings_in(self._folder.database())))[:_MAX_TEXTS]
         others = _draw_wrong_answers(answer, texts, self._seed)
         accepted = [one for one in others if self._accepts(number, one)]
         if len(accepted) > len(others) // 2:
@@ -422,23 +409,19 @@ class DatabaseDesk:
             return f"{text}\n(ended after {self._bash_s:g} s)"
         return f"{text}\n(exit status {status})" if status else text
 
-    def submit_database(self, path: str) -> Any:
-        """Hand the finished database over: a file that ends in .json or .sqlite.
+    def submit_database(self, path: str) -> str:
+        """Hand the finished database over: a file that ends in .json.
 
         Args:
             path: For example: database.json
         """
-        path = os.path.join(self._folder, path)
-        with open(path, "rb") as file:
+        if not path.endswith(".json"):
+            raise ValueError("the database's file must end in .json")
+        with open(os.path.join(self._folder, path), "rb") as file:
             data = file.read(self._most + 1)
         if len(data) > self._most:
             raise ValueError(f"{path} has more than {self._most >> 10} KiB; make it smaller")
-        if path.endswith(".sqlite"):
-            if not data.startswith(b"SQLite format 3\0"):
-                raise ValueError(f"{path} is no SQLite database")
-        elif not path.endswith(".json"):
-            raise ValueError("the database's file must end in .json or .sqlite")
-        elif not isinstance(json.loads(data), dict | list):
+        if not isinstance(json.loads(data), dict | list):
             raise ValueError(f"{path} must hold an object or a list")
         self.done = True
-        return {"name": os.path.splitext(path)[1], "data": base64.b64encode(data).decode()}
+        return data.decode()

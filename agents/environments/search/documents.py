@@ -236,11 +236,6 @@ def search_terms(text: str) -> list[str]:
     return result
 
 
-def unspaced_characters(text: str) -> list[str]:
-    """Keep only the characters of a text that belong to scripts without spaces."""
-    return [sign for run in _split_words(text) if _RUN.fullmatch(run) for sign in run]
-
-
 def letters_and_digits(text: str) -> str:
     """Keep only the letters and digits of a text, ignoring case and accents. Quotes are compared in
     this form."""
@@ -273,7 +268,7 @@ def excerpt(text: str, terms: Iterable[str], most: int) -> str:
     return before + " ".join(text[start:end].split()) + after
 
 
-_VERSION = 2
+_VERSION = 3
 _PASSAGE = 900
 _SNIPPET = 280
 _MAX_TERMS = 48
@@ -283,7 +278,7 @@ _TABLES = """
 create table about (key text primary key, value text);
 create table documents (id integer primary key, name text unique, title text, text text);
 create table passages (id integer primary key, document integer, start integer, stop integer);
-create virtual table found using fts5 (title, terms, signs, content = '',
+create virtual table found using fts5 (title, terms, content = '',
     tokenize = "unicode61 remove_diacritics 0 categories 'L* N* M* Co'");
 """
 _SEARCH = """
@@ -313,10 +308,7 @@ class SearchIndex:
     def search(self, query: str, most: int) -> list[Hit]:
         terms, hits = search_terms(query), dict[int, Hit]()
         # Matches any term of the query. Terms contain no FTS5 syntax.
-        expression = " OR ".join(
-            f'{"signs" if _alone(one) else "{title terms}"}: "{one}"'
-            for one in list(dict.fromkeys(terms))[:_MAX_TERMS]
-        )
+        expression = " OR ".join(f'"{one}"' for one in list(dict.fromkeys(terms))[:_MAX_TERMS])
         if not expression:
             return []
         with self._searching:
@@ -352,8 +344,7 @@ class SearchIndex:
         """Count the documents that contain the exact phrase within one passage."""
         if not (words := search_terms(phrase)):
             return 0
-        columns = "signs" if _alone(words[0]) and len(words) == 1 else "{title terms}"
-        expression = f'{columns}: "{" ".join(words)}"'
+        expression = f'"{" ".join(words)}"'
         count = (
             "select count(distinct p.document) from found join passages p on p.id = found.rowid "
             "where found match ?"
@@ -412,19 +403,14 @@ def _make(path: Path, folder: Path, files: Sequence[Path], fingerprint: str) -> 
                 "insert into documents values (?, ?, ?, ?)",
                 (number, document.name, document.title, document.text),
             )
-            title = " ".join(search_terms(document.title)), unspaced_characters(document.title)
+            title = " ".join(search_terms(document.title))
             for start, stop in split_ranges(document.text, _PASSAGE):
                 row += 1
                 piece = document.text[start:stop]
                 base.execute("insert into passages values (?, ?, ?, ?)", (row, number, start, stop))
                 base.execute(
-                    "insert into found (rowid, title, terms, signs) values (?, ?, ?, ?)",
-                    (
-                        row,
-                        title[0],
-                        " ".join(search_terms(piece)),
-                        " ".join([*title[1], *unspaced_characters(piece)]),
-                    ),
+                    "insert into found (rowid, title, terms) values (?, ?, ?)",
+                    (row, title, " ".join(search_terms(piece))),
                 )
         if not row:
             suffixes = ", ".join((*_TEXT, *_HTML, *_LINES))
@@ -433,7 +419,3 @@ def _make(path: Path, folder: Path, files: Sequence[Path], fingerprint: str) -> 
         base.executemany("insert into about values (?, ?)", about.items())
         base.execute("insert into found (found) values ('optimize')")
         base.execute("commit")
-
-
-def _alone(term: str) -> bool:
-    return len(term) == 1 and bool(unspaced_characters(term))

@@ -24,7 +24,6 @@ from keel.agents.environments.search.documents import (
     make_document,
     search_terms,
     split_ranges,
-    unspaced_characters,
 )
 
 _MARK = (
@@ -64,9 +63,8 @@ def explain_invalid_quote(quote: str, document: Document) -> str:
     """Return the reason why a quote is invalid, or "" if it is valid. White space, case and
     punctuation are ignored."""
     words = letters_and_digits(quote)
-    if len(words) < (
-        _MIN_SIGNS if len(unspaced_characters(quote)) > len(words) / 2 else _MIN_LETTERS
-    ):
+    unspaced = sum(character > "\u0dff" for character in words) > len(words) / 2
+    if len(words) < (_MIN_SIGNS if unspaced else _MIN_LETTERS):
         return f"the quote {quote[:80]!r} is too short to say anything; quote a clause"
     if words not in _squeezed(document.text):
         return f"{document.name} does not say {quote[:200]!r}"

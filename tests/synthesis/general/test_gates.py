@@ -304,18 +304,15 @@ def test_exploited_tools_cannot_reach_the_verifier(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob(marker)) and not Path("/tmp", marker).exists()
 
 
-DESK = "workshop:DatabaseDesk"
-
-
 def test_author_workspace_is_confined(tmp_path: Path) -> None:
     wrap_of()
     marker = f"4{uuid.uuid4().int % 10**8:08}"
 
     async def at_work(bash_s: float) -> list[str]:
-        arguments = {"most_kib": 1, "bash_s": bash_s}
+        limits = config(database_kib=1, bash_s=bash_s)
         async with (
-            GeneralSandboxes(tmp_path / f"making_{bash_s}", config()) as sandboxes,
-            sandboxes.open(DESK, arguments=arguments) as (hosted, _),
+            GeneralSandboxes(tmp_path / f"making_{bash_s}", limits) as sandboxes,
+            sandboxes.open_desk() as (hosted, _),
         ):
             outputs: list[str] = []
             for name, value in (
@@ -348,7 +345,7 @@ def test_author_workspace_is_confined(tmp_path: Path) -> None:
     assert "Read-only file system" in outputs[2] or "Permission denied" in outputs[2]
     assert "root:" not in outputs[2]
     assert ["end in .json" in outputs[4], "more than 1 KiB" in outputs[5]] == [True, True]
-    assert "Expecting value" in outputs[6] and json.loads(outputs[7])["name"] == ".json"
+    assert "Expecting value" in outputs[6] and json.loads(outputs[7]) == [1]
     wait_for(lambda: not commands(marker.encode()))
 
 
@@ -363,13 +360,12 @@ def test_author_reaches_the_network_only_if_allowed(network: bool, tmp_path: Pat
     async def fetch() -> str:
         server = await asyncio.start_server(served, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        arguments = {"most_kib": 1, "bash_s": PATIENCE_S}
         command = f"cat < /dev/tcp/127.0.0.1/{port}"
         call = ToolCall(call_id="c", name="bash", arguments={"command": command})
         async with (
             server,
             GeneralSandboxes(tmp_path / "making", config(network=network)) as sandboxes,
-            sandboxes.open(DESK, arguments=arguments, network=network) as (hosted, _),
+            sandboxes.open_desk() as (hosted, _),
         ):
             return (await hosted.call(call, timeout_s=PATIENCE_S)).text
 
@@ -388,14 +384,6 @@ HARDEST = (
     ),
     HARDER_VERIFY.replace("min(", "max("),
 )
-SQLITE = f"""\
-python3 - <<'END'
-import sqlite3
-rows = {[(each["name"], each["price"], each["stall"]) for each in FRUIT]}
-with sqlite3.connect("market.sqlite") as database:
-    database.execute("CREATE TABLE fruit (name TEXT, price INTEGER, stall TEXT)")
-    database.executemany("INSERT INTO fruit VALUES (?, ?, ?)", rows)
-END"""
 
 
 def called(name: str, **arguments: Any) -> AuthorReply:
@@ -415,7 +403,9 @@ EASY = task(QUESTIONS[0], SOLVE, VERIFY)
 HARDER = task(QUESTIONS[1], HARDER_SOLVE, HARDER_VERIFY)
 
 
-def market(*tasks: str, tools: Sequence[str] = (reply(tools=TOOLS),), right: int = 1) -> Any:
+def market(
+    *tasks: str, tools: Sequence[str] = (reply(tools=TOOLS),), right: int = 1, documents: str = "."
+) -> Any:
     """As a policy, the author solves each later task `right` times less often."""
     written = {"tools": list(tools), "task": list(tasks)}
     tried: dict[str, int] = {}
@@ -427,7 +417,7 @@ def market(*tasks: str, tools: Sequence[str] = (reply(tools=TOOLS),), right: int
         if purpose == "database":
             data = json.dumps({"fruit": FRUIT})
             return [
-                called("search", query="fruit on markets"),
+                called("bash", command=f"cat {documents}/*"),
                 called("bash", command=f"echo '{data}' > market.json"),
                 called("submit_database", path="market.json"),
             ][turn]
@@ -465,7 +455,7 @@ def test_from_a_category_to_three_tasks(tmp_path: Path) -> None:
     hardest = [task(*HARDEST, **more) for more in ({}, {"tools": changing}, {"tools": STALLS})]
     lenient = task(QUESTIONS[0], SOLVE, VERIFY.replace("return answer", "return bool(answer) or"))
     replies = ("No sections at all.", lenient, EASY, HARDER, *hardest)
-    author = ScriptedAuthor(market(*replies, tools=tools))
+    author = ScriptedAuthor(market(*replies, tools=tools, documents=str(tmp_path / "notes")))
     why, report, _ = made(tmp_path, author)
     assert (why, report["made"], report["kept"], report["refused"]) == ("", 1, 1, {})
     assert report["drafts"] == {"typed": 1, "form": 1, "verified": 1, "solution": 1, "earlier": 1}
@@ -488,21 +478,15 @@ def test_harder_task_must_be_harder(tmp_path: Path) -> None:
     assert (why, list(report["refused"])) == ("", ["harder"])
 
 
-def test_sqlite_and_resume(tmp_path: Path) -> None:
-    tools = TOOLS.replace('database["fruit"]', 'database.execute("SELECT * FROM fruit")')
-    verify = VERIFY.replace('database["fruit"]', 'database.execute("SELECT * FROM fruit")')
-    first = market(task(QUESTIONS[0], SOLVE, verify), tools=[reply(tools=tools)])
+def test_resume_keeps_finished_environments(tmp_path: Path) -> None:
+    first = market(EASY)
 
     def says(
         messages: Sequence[Message], offered: Sequence[ToolSpec], purpose: str
     ) -> AuthorReply | str:
-        if purpose != "database":
-            return first(messages, offered, purpose)
-        if "number 2 of 2" in str(messages[1]["content"]):
+        if purpose == "database" and "number 2 of 2" in str(messages[1]["content"]):
             raise BudgetSpent("budget.tokens = 9")
-        if messages[-1]["role"] == "tool":
-            return called("submit_database", path="market.sqlite")
-        return called("bash", command=SQLITE)
+        return first(messages, offered, purpose)
 
     settings = {"per_category": 2, "steps": 1, "attempts": 0}
     author = ScriptedAuthor(says)
@@ -518,7 +502,6 @@ def test_sqlite_and_resume(tmp_path: Path) -> None:
     assert (why, report["kept"]) == ("", 2)
     assert (folder / "provenance.json").stat().st_mtime_ns == before
     assert sum(purpose == "tools" for purpose, _ in again.asked) == 1
-    assert (folder / "database.sqlite").exists()
 
 
 SHIPPED = resolve_folders(["shipped"])
