@@ -39,7 +39,7 @@ from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.turns import Message, Parsed, ToolCall, ToolSpec
 from keel.rl.types import Prompt, Verdict
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.pool.ray_engines import ray_pool
+from keel.rollout.ray_engines import ray_pool
 from keel.rollout.spec import EngineSpec
 
 EPISODES, TURNS, TURN_TOKENS = 256, 8, 200
@@ -194,7 +194,7 @@ def plainly(pool: Any, requests: Sequence[Prompt], sampling: SamplingConfig) -> 
 
 
 def stats(pool: Any) -> dict[str, float]:
-    (slot,) = pool._supervisor.slots
+    (slot,) = pool.slots
     call = slot.engine.actor.__ray_call__
     read = lambda worker: (worker._engine._steps, worker._engine._busy_s)  # noqa: E731
     steps, busy_s = ray.get(call.remote(read), timeout=ROUND_S)

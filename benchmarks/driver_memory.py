@@ -35,8 +35,8 @@ from keel.configs.schema import (
     TrainerConfig,
 )
 from keel.rl.types import NO_ROUTE, Group, Prompt, SamplingMasks, ScoredGroup, Segment, Trajectory
+from keel.rollout import ray_engines
 from keel.rollout.engine.worker import RolloutWorker
-from keel.rollout.pool import ray_engines
 from keel.rollout.spec import GroupRequest
 from keel.trainer import learner
 from keel.trainer.learner import StepReport, TrainerWorker

@@ -113,8 +113,8 @@ def questions(size: Size, *, words: bool) -> list[Prompt]:
 
 def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any]:
     """Measure an arm in a process with the engine's environment variables."""
-    from keel.rollout.engine.thread import EngineThread  # noqa: PLC0415
     from keel.rollout.engine.vllm_engine import VllmEngine  # noqa: PLC0415
+    from keel.rollout.engine.worker import EngineThread  # noqa: PLC0415
 
     config = rollout_config(arm, size)
     spec = EngineSpec(

@@ -34,7 +34,7 @@ from keel.configs.schema import (
     TrainerConfig,
 )
 from keel.model.tiny.tokenizer import build_tokenizer
-from keel.rollout.pool.ray_engines import ray_pool
+from keel.rollout.ray_engines import ray_pool
 from keel.rollout.spec import EngineSpec
 from keel.trainer.learner import Learner
 from keel.trainer.placement.nodes import start_ray

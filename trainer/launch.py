@@ -28,8 +28,8 @@ from keel.rewards.scorer import Scorer
 from keel.rl.types import Group, Prompt, Purpose
 from keel.rollout.endpoint import EndpointCompletions, EndpointTurns
 from keel.rollout.judge.server import JudgeServer
-from keel.rollout.pool.pool import RolloutPool
-from keel.rollout.pool.ray_engines import ray_pool
+from keel.rollout.pool import RolloutPool
+from keel.rollout.ray_engines import ray_pool
 from keel.rollout.spec import EngineError, EngineSpec
 from keel.trainer.batch_stream import wait_for
 from keel.trainer.build_agents import Factory, episode_runner

@@ -44,7 +44,7 @@ from keel.rewards.sandbox.sandbox import open_sandbox
 from keel.rl.futures import failed, on_thread, settle
 from keel.rl.turns import Message, ToolCall
 from keel.rl.types import Prompt, Verdict
-from keel.rollout.pool.ray_engines import as_future
+from keel.rollout.ray_engines import as_future
 from keel.rollout.spec import EngineError
 from keel.trainer.build_agents import MAX_STARTING, Factory, environment_factory
 from keel.trainer.placement.nodes import cluster_nodes

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -173,26 +172,10 @@ def _nccl_watchdog_off() -> Iterator[None]:
             os.environ[_BLOCKING_WAIT] = before
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """Asks the engine to pause sampling. The engine acknowledges the message once it has paused."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Tells the engine that all weights have been sent and that it should now sample from
-    `version`."""
-
-    version: int
-    checksum: int
-
-
-Message = Begin | Bucket | Finish
-
-
 class Mailbox:
-    """Control channel from the trainer to an engine. The trainer calls `put`, `wait` and `close`;
-    the engine calls `next` and `taken`."""
+    """Control channel from the trainer to an engine. Each message is a call of a method of the
+    engine's thread: `begin_update`, `load_bucket` or `finish_update`. The trainer calls `put`,
+    `wait` and `close`; the engine calls `next` and `taken`."""
 
     def __init__(self, rendezvous: Rendezvous, name: str, *, timeout_s: float) -> None:
         self._store = _connect(rendezvous, f"{name}/mailbox", timeout_s)
@@ -205,15 +188,16 @@ class Mailbox:
     def _key(self) -> str:
         return str(self._acknowledged)
 
-    def put(self, message: Message) -> None:
+    def put(self, method: str, *args: Any) -> None:
         """Send a message. Call `wait` before sending the next one."""
-        entries: tuple[TensorEntry, ...] = ()
-        if isinstance(message, Bucket):
-            entries = message.entries
+        count = 0
+        if args and isinstance(bucket := args[0], Bucket):
+            entries, count = bucket.entries, len(bucket.entries)
             if self._tables.get(entries[0].name) is entries:  # the engine has it, too
-                message = Bucket(entries=entries[:1], data=message.data)
+                args = (Bucket(entries=entries[:1], data=bucket.data),)
             self._tables[entries[0].name] = entries
-        self._store.set(self._key, pickle.dumps((len(entries), message), pickle.HIGHEST_PROTOCOL))
+        message = count, (method, *args)
+        self._store.set(self._key, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
     def wait(self, check: Callable[[], None]) -> None:
         """Wait until the engine acknowledges the message. `check` raises an error if the engine has
@@ -226,7 +210,8 @@ class Mailbox:
     def close(self) -> None:
         self._store.delete_key(self._key)
 
-    def next(self) -> Message:
+    def next(self) -> tuple[Any, ...]:
+        """Wait for the next message. Returns the method's name, followed by its arguments."""
         try:
             count, message = pickle.loads(self._store.get(self._key))
         except dist.DistNetworkError as error:
@@ -234,11 +219,13 @@ class Mailbox:
         except dist.DistStoreError as error:
             late = f"waited {self._timeout_s:g} s for the trainer to send weights"
             raise TimeoutError(late) from error
-        if isinstance(message, Bucket):
-            name = message.entries[0].name
-            if len(message.entries) < count:
-                message = Bucket(entries=self._tables[name], data=message.data)
-            self._tables[name] = message.entries
+        if count:
+            method, bucket = message
+            name = bucket.entries[0].name
+            if len(bucket.entries) < count:
+                bucket = Bucket(entries=self._tables[name], data=bucket.data)
+            self._tables[name] = bucket.entries
+            return method, bucket
         return message
 
     def taken(self) -> None:
@@ -289,7 +276,7 @@ def gpu_id(device: torch.device) -> str:
 
 def call_workers(llm: Any, method: str, *args: Any) -> None:
     """Call a method on every vLLM worker, and raise the first error. vLLM forwards errors from
-    other processes only as text, so workers return channel errors as values (see `call_worker`).
+    other processes only as text, so workers return channel errors as values (see `attempt`).
     The engine is replaced after such an error."""
     for failure in llm.collective_rpc("keel_attempt", args=(method, args)):
         if failure is not None:
@@ -297,9 +284,7 @@ def call_workers(llm: Any, method: str, *args: Any) -> None:
             raise kind(text)
 
 
-def call_worker(
-    worker: Any, method: str, args: tuple[Any, ...]
-) -> tuple[type[OSError], str] | None:
+def attempt(worker: Any, method: str, args: tuple[Any, ...]) -> tuple[type[OSError], str] | None:
     """Call a method on a worker, and return the type and message of a channel error instead of
     raising it."""
     try:

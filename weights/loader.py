@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from keel.model.load import LOAD_FORMAT, readable_tensors
 from keel.weights.buckets import Bucket, ChannelData, Checksum, SharedData, host_bytes, unpack_flat
-from keel.weights.channel import Channel, Rendezvous, SharedView, call_worker, gpu_id
+from keel.weights.channel import Channel, Rendezvous, SharedView, attempt, gpu_id
 from keel.weights.copy_plan import CopyPlan, LoadTracer
 
 _LOG = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class WeightsExtension:
             timeout_s=timeout_s,
         )
 
-    keel_attempt = call_worker
+    keel_attempt = attempt
 
     def keel_begin_update(self, no_copies: str = "") -> None:
         """Begin a weight update. `no_copies` is the reason why vLLM's loader must always be used.

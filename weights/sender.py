@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from keel.model import ray_timeouts
 from keel.model.load import Named, Whole, as_checkpoint, module_tensors, precision
 from keel.weights.buckets import Bucket, ChannelData, Checksum, FlatBucket, TensorEntry, pack_flat
-from keel.weights.channel import Begin, Channel, Finish, Mailbox, Rendezvous, SharedMemory, gpu_id
+from keel.weights.channel import Channel, Mailbox, Rendezvous, SharedMemory, gpu_id
 from keel.weights.sync import Outcome, Receiver
 
 _GRACE_S = 5.0  # seconds to wait for the engine to report an error after a channel breaks
@@ -188,9 +188,9 @@ class _Link:
         entries, flat = bucket
         self.mailbox.wait(self._check)
         if self.channel is None:
-            self.mailbox.put(Bucket(entries=entries, data=self.memory.write(flat)))
+            self.mailbox.put("load_bucket", Bucket(entries=entries, data=self.memory.write(flat)))
             return
-        self.mailbox.put(Bucket(entries=entries, data=ChannelData(flat.numel())))
+        self.mailbox.put("load_bucket", Bucket(entries=entries, data=ChannelData(flat.numel())))
         self.sending = True
         try:
             self.channel.send(flat, self._check)
@@ -201,7 +201,7 @@ class _Link:
 
     def finish(self, version: int, checksum: int) -> None:
         self.mailbox.wait(self._check)
-        self.mailbox.put(Finish(version, checksum))
+        self.mailbox.put("finish_update", version, checksum)
         self.mailbox.wait(self._check)
         self.memory = SharedMemory()
 
@@ -282,7 +282,7 @@ class Sender:
             self._links[index] = self._open(actor)
         link = self._links[index]
         link.receiving = ray_timeouts.call(actor.receive)
-        link.mailbox.put(Begin())
+        link.mailbox.put("begin_update")
 
     def _unlink(self, index: int) -> None:
         if (link := self._links.pop(index, None)) is not None:

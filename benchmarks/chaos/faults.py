@@ -15,7 +15,7 @@ import psutil
 from benchmarks.chaos.disk import Disk
 from benchmarks.chaos.preload import Preload
 from benchmarks.chaos.run import ROLES, TIMEOUT_S, Run, marked, words_of
-from keel.rollout.pool.engine_supervisor import MAX_RESTARTS
+from keel.rollout.pool import MAX_RESTARTS
 from keel.trainer.placement.watchdog import has_exited
 from keel.trainer.run.signals import PREEMPTED
 

@@ -1,6 +1,6 @@
 """A vLLM engine that records its samples, and whose weights can be replaced while it runs.
 
-Only one thread may use a `VllmEngine` (`keel.rollout.engine.thread`). Importing this module imports
+Only one thread may use a `VllmEngine` (`keel.rollout.engine.worker`). Importing this module imports
 vLLM.
 
 Requests are not added with `LLMEngine.add_request`, which validates each request, deep-copies its

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from keel.agents.conversation import Conversation
 from keel.rl.turns import Message
 from keel.rl.types import SamplingMasks
-from keel.rollout.engine import storage
-from keel.rollout.engine.storage import detach
+from keel.rollout.engine import worker
+from keel.rollout.engine.worker import detach
 from tests.agents.endpoint.kit import check_law, script
 from tests.agents.scripted import ADD, CHAT, Policy
 
@@ -76,7 +76,7 @@ def test_incomplete_turn_is_refused(
     request = conversation.request(max_tokens=9, seed=1)
     result: Any = replace(policy.say(request), **change)
     if stored_bytes is not None:
-        monkeypatch.setattr(storage, "STORED_BYTES", stored_bytes)
+        monkeypatch.setattr(worker, "STORED_BYTES", stored_bytes)
         result = detach(request, result)[0]
     with pytest.raises(ValueError, match=next(iter(change))):
         conversation.append(result)

@@ -36,8 +36,8 @@ from keel.rl.metrics import Metric, merge
 from keel.rl.packing import TrainBatch
 from keel.rl.sft import SftExample
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
-from keel.rollout.pool.pool import RolloutPool
-from keel.rollout.pool.ray_engines import ray_pool
+from keel.rollout.pool import RolloutPool
+from keel.rollout.ray_engines import ray_pool
 from keel.rollout.spec import EngineSpec
 from keel.trainer import build_agents as agents
 from keel.trainer.batch_stream import never_abort

@@ -15,7 +15,7 @@ import torch
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.turns import TurnRequest
 from keel.rl.types import Group, Prompt
-from keel.rollout.engine.thread import EngineThread
+from keel.rollout.engine.worker import EngineThread
 from keel.rollout.recording.base import core_of
 from keel.rollout.spec import EngineSpec, GroupRequest, env_vars
 from keel.weights.buckets import Bucket, Checksum, pack_flat

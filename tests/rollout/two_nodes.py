@@ -23,9 +23,9 @@ from keel.configs.schema import Config, DataConfig
 from keel.model import ray_timeouts
 from keel.rl.futures import on_thread
 from keel.rl.types import Group, Prompt
+from keel.rollout import ray_engines
 from keel.rollout.engine.worker import RolloutWorker
-from keel.rollout.pool import ray_engines
-from keel.rollout.pool.pool import RolloutPool
+from keel.rollout.pool import RolloutPool
 from keel.rollout.recording.base import Recorder, Recording
 from keel.rollout.spec import EngineSpec, env_vars
 from keel.trainer.placement.hardware import ENGINE
@@ -153,7 +153,7 @@ def sample(pool: RolloutPool, prompts: Sequence[Prompt], spec: EngineSpec) -> li
 
 def workers(pool: RolloutPool) -> list[tuple[str, int]]:
     """Return the node and process of each of vLLM's workers, by rank."""
-    actor = pool._supervisor.slots[0].engine.receiver.actor
+    actor = pool.slots[0].engine.receiver.actor
     return ray.get(actor.workers.remote(), timeout=PATIENCE_S)
 
 

@@ -13,9 +13,9 @@ from ray.cluster_utils import Cluster
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import Group, ScoredGroup
+from keel.rollout import ray_engines
 from keel.rollout.engine import storage
 from keel.rollout.engine.worker import RolloutWorker
-from keel.rollout.pool import ray_engines
 from keel.rollout.spec import GroupRequest
 from keel.trainer.learner import Learner
 from keel.trainer.run.restarts import WorkerLost

@@ -13,13 +13,10 @@ import torch.distributed as dist
 
 from keel.weights.buckets import Bucket, ChannelData, Checksum, TensorEntry, pack_flat, unpack_flat
 from keel.weights.channel import (
-    Begin,
     Channel,
-    Finish,
     Mailbox,
-    Message,
     Rendezvous,
-    call_worker,
+    attempt,
     call_workers,
 )
 from tests.waiting import PATIENCE_S, wait_for, within_some
@@ -176,11 +173,15 @@ def test_messages_arrive_in_order_and_are_removed(
 ) -> None:
     outbox, inbox = ends(rendezvous)
     buckets = [Bucket(entries=each, data=ChannelData(192)) for each in (ENTRIES, OTHERS)]
-    update = 3 * [Begin(), *buckets, Finish(7, 12345)]
+    update = 3 * [
+        ("begin_update",),
+        *(("load_bucket", bucket) for bucket in buckets),
+        ("finish_update", 7, 12345),
+    ]
     keys = store.num_keys()
 
-    def take() -> list[Message]:
-        taken: list[Message] = []
+    def take() -> list[Any]:
+        taken: list[Any] = []
         for _ in update:
             taken.append(inbox.next())
             inbox.taken()
@@ -188,7 +189,7 @@ def test_messages_arrive_in_order_and_are_removed(
 
     arriving = side.submit(take)
     for message in update:
-        outbox.put(message)
+        outbox.put(*message)
         outbox.wait(nothing)
     assert arriving.result(PATIENCE_S) == update and store.num_keys() == keys
 
@@ -198,9 +199,9 @@ def test_tables_travel_once(rendezvous: Rendezvous) -> None:
     bucket = Bucket(entries=ENTRIES, data=ChannelData(8))
     sizes: list[int] = []
     for _ in range(3):
-        outbox.put(bucket)
+        outbox.put("load_bucket", bucket)
         sizes.append(len(outbox._store.get(outbox._key)))
-        assert inbox.next() == bucket
+        assert inbox.next() == ("load_bucket", bucket)
         inbox.taken()
         outbox.wait(nothing)
     assert sizes[0] > 10_000 and max(sizes[1:]) < 1_000
@@ -210,7 +211,7 @@ def test_next_update_may_overlap_the_last_thread(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox, inbox = ends(rendezvous)
-    store, taken = inbox._store, list[Message]()
+    store, taken = inbox._store, list[Any]()
 
     class Overtaken:
         """A store that delays this thread after each reply while others proceed."""
@@ -219,22 +220,22 @@ def test_next_update_may_overlap_the_last_thread(
             store.delete_key(key)
             monkeypatch.setattr(inbox, "_store", store)
             outbox.wait(nothing)
-            outbox.put(Begin())
+            outbox.put("begin_update")
             taken.append(inbox.next())
             inbox.taken()
 
-    outbox.put(Finish(7, 12345))
-    assert inbox.next() == Finish(7, 12345)
+    outbox.put("finish_update", 7, 12345)
+    assert inbox.next() == ("finish_update", 7, 12345)
     monkeypatch.setattr(inbox, "_store", Overtaken())
     inbox.taken()
     outbox.wait(nothing)
-    assert taken == [Begin()]
+    assert taken == [("begin_update",)]
 
 
 def test_unacknowledged_message_times_out(rendezvous: Rendezvous) -> None:
     outbox, _ = ends(rendezvous)
     outbox._timeout_s = 0.1
-    outbox.put(Begin())
+    outbox.put("begin_update")
     with pytest.raises(TimeoutError, match=r"rollout\.update_timeout_s"):
         outbox.wait(nothing)
     outbox.close()
@@ -265,7 +266,7 @@ class Worker:
         self.loaded.append(bucket)
 
     def keel_attempt(self, method: str, args: tuple[Any, ...]) -> Any:
-        return call_worker(self, method, args)
+        return attempt(self, method, args)
 
 
 class Workers:

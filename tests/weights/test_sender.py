@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ray.exceptions import RayActorError
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
-from keel.rollout.engine.thread import EngineThread
+from keel.rollout.engine.worker import EngineThread
 from keel.weights.buckets import Bucket, ChannelData, Checksum, FlatBucket, pack_flat, unpack_flat
 from keel.weights.channel import Channel, Rendezvous
 from keel.weights.sender import Sender
@@ -86,8 +86,8 @@ class Worker:
     def gpus(self) -> list[str]:
         return self.engine.gpus()
 
-    def join(self, rendezvous: Rendezvous, name: str, shares: bool) -> None:
-        self.engine.join(rendezvous, name, shares=shares)
+    def join(self, rendezvous: Rendezvous, name: str, shares_gpu: bool) -> None:
+        self.engine.join(rendezvous, name, shares_gpu=shares_gpu)
 
     def receive(self) -> None:
         self.engine.receive()

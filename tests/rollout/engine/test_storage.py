@@ -9,8 +9,8 @@ import pytest
 
 from keel.rl.packing import plan_packing
 from keel.rl.types import Group, Recordings, ScoredGroup
-from keel.rollout.engine import storage
-from keel.rollout.engine.storage import attach, detach
+from keel.rollout.engine import worker
+from keel.rollout.engine.worker import attach, detach
 from keel.rollout.spec import GroupRequest
 from tests.agents.endpoint.kit import check_law
 from tests.agents.scripted import Policy
@@ -42,7 +42,7 @@ def groups_of_one_context() -> list[ScoredGroup]:
 def test_ranks_pack_what_was_recorded(
     share_prompts: bool, stored_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "STORED_BYTES", stored_bytes)
+    monkeypatch.setattr(worker, "STORED_BYTES", stored_bytes)
     store: Store = {}
     here = groups_of_one_context()
     there = [replace(g, group=put(g.group, GroupRequest(prompt(), 5), store)) for g in here]
@@ -74,7 +74,7 @@ def test_turns_are_joined_when_they_are_loaded(
     store: Store = {}
     conversation, policy = conversation_of(), Policy(script)
     for turn in range(4):
-        monkeypatch.setattr(storage, "STORED_BYTES", 1 if turn in stored else 10**9)
+        monkeypatch.setattr(worker, "STORED_BYTES", 1 if turn in stored else 10**9)
         request = conversation.request(max_tokens=99, seed=1)
         conversation.append(put(policy.say(request), request, store))
         if turn == 1:
@@ -95,7 +95,7 @@ def test_turns_are_joined_when_they_are_loaded(
 
 
 def test_wide_routes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "STORED_BYTES", 1)
+    monkeypatch.setattr(worker, "STORED_BYTES", 1)
     (group, *_), store = groups_of_one_context(), Store()
     (first, *others) = group.group.trajectories
     own: Any = first.segments[0]

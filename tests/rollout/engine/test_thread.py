@@ -9,7 +9,7 @@ import pytest
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import Group, Prompt
-from keel.rollout.engine.thread import EngineThread
+from keel.rollout.engine.worker import EngineThread
 from keel.rollout.spec import EngineError, GroupRequest, RecordingError
 from keel.weights.buckets import Bucket
 from tests.rl.rollouts import prompt
@@ -173,7 +173,7 @@ def test_running_groups_pause_for_updates(
 def test_groups_are_cut_at_their_deadline(
     build: Any, fake: FakeEngine, monkeypatch: pytest.MonkeyPatch, ignores_cuts: bool
 ) -> None:
-    monkeypatch.setattr("keel.rollout.engine.thread.CUT_S", 0.05)
+    monkeypatch.setattr("keel.rollout.engine.worker.CUT_S", 0.05)
     fake.ignores_cuts = ignores_cuts
     engine = build(timeout_s=0.05)
     fake.go.clear()
@@ -188,7 +188,7 @@ def test_time_without_weights_does_not_count(
 ) -> None:
     now = 0.0
     clock = SimpleNamespace(perf_counter=lambda: now, monotonic=lambda: now)
-    monkeypatch.setattr("keel.rollout.engine.thread.time", clock)
+    monkeypatch.setattr("keel.rollout.engine.worker.time", clock)
     engine = build(timeout_s=10.0)
     fake.go.clear()
     future = submit(engine, "a")

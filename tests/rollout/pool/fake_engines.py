@@ -8,7 +8,7 @@ from typing import Any
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import Group, Prompt
-from keel.rollout.pool.pool import RolloutPool
+from keel.rollout.pool import RolloutPool
 from keel.rollout.spec import EngineError, EngineProgress, GroupRequest, SampleRequest
 from keel.weights.sync import Receiver
 from tests.rl.rollouts import prompt
@@ -57,7 +57,7 @@ class FakeEngine:
         self.naps.append(f"woken by {version}")
         return self.world.update(self, version, buckets)
 
-    def translate(self, delivery: Future[int]) -> Future[int]:
+    def guarded(self, delivery: Future[int]) -> Future[int]:
         return delivery
 
     def sleep(self) -> Future[None]:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from keel.rl.turns import TurnRequest
-from keel.rollout.pool.engine_supervisor import (
+from keel.rollout.pool import (
     MAX_RESTARTS,
-    PROGRESS_POLL_S,
+    STALL_POLL_S,
     STUCK_S,
     WARN_S,
     EngineSlot,
@@ -256,7 +256,7 @@ def test_sleeping_engines_get_no_requests_until_weights() -> None:
 
 
 class Watched:
-    """A slot with a scripted engine, which is polled every `PROGRESS_POLL_S` seconds."""
+    """A slot with a scripted engine, which is polled every `STALL_POLL_S` seconds."""
 
     def __init__(self, steps: int = 1, longest_s: float = 0.5, requests: int = 2) -> None:
         self.now = 0.0
@@ -270,8 +270,8 @@ class Watched:
         begin = self.now
         while self.now < begin + seconds:
             if steady:
-                self.answer = done(EngineProgress(int(self.now / PROGRESS_POLL_S) // 3, 0.5, 2))
-            self.now += PROGRESS_POLL_S
+                self.answer = done(EngineProgress(int(self.now / STALL_POLL_S) // 3, 0.5, 2))
+            self.now += STALL_POLL_S
             warn = lambda _: self.warnings.append(self.now - begin)  # noqa: E731
             for slot, error in self.detector.poll([self.slot], warn):
                 assert slot is self.slot and isinstance(error, EngineError)
@@ -287,9 +287,9 @@ def test_a_stalled_engine_is_warned_about_then_replaced(
 ) -> None:
     watched = Watched(steps=7, longest_s=longest_s)
     stuck = watched.run(600)
-    assert stuck is not None and stuck_s <= stuck <= stuck_s + 2 * PROGRESS_POLL_S
+    assert stuck is not None and stuck_s <= stuck <= stuck_s + 2 * STALL_POLL_S
     (warned,) = watched.warnings
-    assert warn_s <= warned <= warn_s + 2 * PROGRESS_POLL_S
+    assert warn_s <= warned <= warn_s + 2 * STALL_POLL_S
 
 
 def test_slow_progress_is_not_a_stall() -> None:
@@ -306,20 +306,20 @@ def test_time_without_a_running_step_does_not_count() -> None:
         setattr(watched.slot, name, value)
         assert watched.run(10_000) is None
         watched.slot.stage, watched.slot.sequences = "ready", 8
-        assert watched.run(STUCK_S - PROGRESS_POLL_S) is None
+        assert watched.run(STUCK_S - STALL_POLL_S) is None
 
 
 def test_a_suspended_driver_does_not_count() -> None:
     watched = Watched()
     assert watched.run(10) is None
     watched.now += 3600
-    assert watched.run(STUCK_S - 6 * PROGRESS_POLL_S) is None
+    assert watched.run(STUCK_S - 6 * STALL_POLL_S) is None
 
 
 def test_dead_and_late_engines_raise_engine_errors() -> None:
     from ray.exceptions import ActorDiedError, RayTaskError  # noqa: PLC0415
 
-    from keel.rollout.pool.ray_engines import _with_engine_errors, as_future  # noqa: PLC0415
+    from keel.rollout.ray_engines import _with_engine_errors, as_future  # noqa: PLC0415
 
     wrong = ValueError("no tensor 'x'")
     for raised, cause, kind in (

@@ -13,16 +13,9 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError
 from keel.configs.schema import SamplingConfig
 from keel.model import ray_timeouts
 from keel.model.ray_timeouts import GONE
-from keel.rollout.engine.storage import attach, count_completions
-from keel.rollout.engine.worker import RolloutWorker
-from keel.rollout.pool.pool import RolloutPool
-from keel.rollout.spec import (
-    EngineError,
-    EngineProgress,
-    EngineSpec,
-    SampleRequest,
-    env_vars,
-)
+from keel.rollout.engine.worker import RolloutWorker, attach, count_completions
+from keel.rollout.pool import RolloutPool
+from keel.rollout.spec import EngineError, EngineProgress, EngineSpec, SampleRequest, env_vars
 from keel.weights.sync import Receiver
 
 _RAISED = re.compile(r"^\s*(?:\w+\.)*\w*(?:Error|Exception|Interrupt): ", re.MULTILINE)
@@ -70,7 +63,7 @@ class _RayEngine:
         ref, *keys = ray_timeouts.call(method, request, sampling)
         return as_future(ref, _RESULT_LOST, lambda result: attach(result, keys))
 
-    def translate(self, delivery: Future[int]) -> Future[int]:
+    def guarded(self, delivery: Future[int]) -> Future[int]:
         return _with_engine_errors(delivery)
 
     def progress(self) -> Future[EngineProgress]:

@@ -1,0 +1,569 @@
+"""The driver's pool of rollout engines.
+
+`RolloutPool` sends requests to the engines, updates their weights, puts them to sleep and replaces
+engines that fail. It accesses an engine through the Protocol `RolloutEngine`, which
+`keel.rollout.ray_engines` implements with Ray actors.
+
+All decisions are made on the pool's own thread, so that engines never wait for a busy driver. The
+thread never blocks: it runs the calls in a queue, and every future that it waits for puts a call
+there. A group goes to the least loaded engine and is never split across engines. A conversation
+goes back to the engine that has its prefix in the KV cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from bisect import insort
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from keel.configs.schema import RolloutConfig, SamplingConfig
+from keel.model.ray_timeouts import POLL_S, PollClock
+from keel.rl.futures import done, failed, settle, then
+from keel.rl.turns import TurnRequest, TurnResult
+from keel.rl.types import Group, Prompt, Purpose
+from keel.rollout.spec import EngineError, EngineProgress, GroupRequest, SampleRequest
+from keel.weights.sync import Receiver, Transfer
+
+MAX_RESTARTS = 3
+"""Maximum number of restarts of an engine within three hours. The period is longer if starts and
+stalls take so long that an engine could not fail this often (see `RolloutPool._replace`)."""
+_WINDOW_S = 3 * 3600.0
+_MEMORY_RACE = "Error in memory profiling"
+"""vLLM's error when another process frees GPU memory while an engine starts."""
+_STOP_S = 10.0
+_FREED_S = 3.0  # time in seconds until the GPU memory of a killed engine is free
+_MAX_HOMES = 100_000
+_TASKS = {"starting": "start", "loading": "take new weights", "going to sleep": "fall asleep"}
+STALL_POLL_S = 2.0
+WARN_S, STUCK_S = 20.0, 60.0  # seconds without a step until a warning, and a new engine
+_WARN_STEPS, _STUCK_STEPS = 4.0, 10.0  # lower bounds, as multiples of the longest step so far
+
+
+Stage = Literal["starting", "loading", "ready", "going to sleep", "asleep"]
+
+
+class RolloutEngine(Protocol):
+    """Interface for an engine in the pool. All methods return immediately. Cancelling a future
+    aborts its work.
+
+    If the engine dies, its futures raise `EngineError` and the pool replaces it. The pool can't
+    recover from any other error.
+    """
+
+    @property
+    def receiver(self) -> Receiver: ...
+
+    def ready(self) -> Future[tuple[str, ...]]:
+        """Return a future that resolves to the engine's warnings once it is ready to sample (or
+        asleep, with `rollout.time_share`)."""
+        ...
+
+    def sample(
+        self, request: SampleRequest, *, sampling: SamplingConfig, record: bool
+    ) -> Future[Any]:
+        """Start sampling. The future resolves to a `Group` or a `TurnResult`."""
+        ...
+
+    def guarded(self, delivery: Future[int]) -> Future[int]:
+        """Return a future for a delivery of weights that raises `EngineError` if the engine is
+        lost."""
+        ...
+
+    def sleep(self) -> Future[None]: ...
+    def progress(self) -> Future[EngineProgress]: ...
+    def kill(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    number: int
+    sample: SampleRequest
+    sampling: SamplingConfig
+    purpose: Purpose
+    label: str
+    sequences: int
+    tokens: int  # upper bound on the number of tokens sampled by all sequences
+    result: Future[Any] = field(default_factory=Future[Any])  # for the caller
+    slot: EngineSlot | None = None
+    reply: Future[Any] = field(default_factory=Future[Any])  # from the engine in `slot`
+    sent: float = 0.0  # when its engine got the request, or last became ready
+
+    @property
+    def priority(self) -> tuple[bool, int]:
+        """Sort key for the queue. Evaluation requests go first, because the training loop waits for
+        them."""
+        return self.purpose != "eval", self.number
+
+
+@dataclass(slots=True)
+class _Progress:
+    poll: Future[EngineProgress] | None = None
+    last: EngineProgress = field(default_factory=EngineProgress)
+    stalled_s: float = 0.0
+    warned: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class EngineSlot:
+    """A slot for one engine in the pool. If the engine dies, a new one takes its place."""
+
+    index: int
+    engine: RolloutEngine
+    stage: Stage = "starting"
+    pending: Future[Any] | None = None  # awaited until `deadline`. None if ready or asleep.
+    deadline: float = 0.0
+    version: int = 0  # weight version that the engine samples from or is loading
+    restarts: list[float] = field(default_factory=list[float])
+    requests: dict[int, _Request] = field(default_factory=dict[int, _Request])  # oldest first
+    sequences: int = 0
+    load: int = 0  # upper bound on the number of tokens that the engine still has to sample
+    progress: _Progress = field(default_factory=_Progress)
+
+
+@dataclass(slots=True)
+class _WeightUpdate:
+    version: int
+    transfer: Transfer
+    done: Future[None] = field(default_factory=Future[None])
+
+
+class RolloutPool:
+    """Samples groups and turns on several engines and keeps their weights in sync."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        build: Callable[[int], RolloutEngine],
+        *,
+        startup_timeout_s: float,
+        update_timeout_s: float | None = None,
+    ) -> None:
+        """Create the pool without starting its engines. `build(i)` starts engine i without waiting
+        for it. `update_timeout_s` is the time limit for updating an engine's weights and for
+        putting an engine to sleep. It defaults to `rollout.update_timeout_s`."""
+        self._warnings: list[str] = []
+        self.say: Callable[[str], Any] = self._warnings.append  # for warnings, on the pool's thread
+        self.slots: list[EngineSlot] = []
+        self._config, self._build, self._startup_s = config, build, startup_timeout_s
+        self._update_s = update_timeout_s or config.update_timeout_s
+        self._numbers = itertools.count()
+        self._thread = threading.Thread(target=self._run, name="keel-pool", daemon=True)
+        self._started: Future[tuple[str, ...]] = Future()
+        # Shared with the callers' threads, under `_lock`:
+        self._lock = threading.Lock()
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._open: dict[int, _Request] = {}
+        self._draws: Counter[str] = Counter()  # groups requested for each prompt with these weights
+        self._update: _WeightUpdate | None = None
+        self._asleep: Future[None] | None = None  # from the last `sleep`, until the next update
+        self._ended: Exception | None = None
+        # Owned by the thread. Engines load the weights of `_target`, or go to sleep for `_resting`:
+        self._target: _WeightUpdate | None = None
+        self._resting: Future[None] | None = None
+        self._stalls = StallDetector()
+        self._queue: list[_Request] = []
+        self._homes: OrderedDict[str, int] = OrderedDict()  # slot by conversation, oldest first
+
+    @property
+    def steps(self) -> int:
+        """Total number of decoding steps across all engines. The value may be a few seconds old."""
+        return sum(slot.progress.last.steps for slot in self.slots)
+
+    def start(self) -> tuple[str, ...]:
+        """Start all engines and return their distinct warnings. Raises TimeoutError if one doesn't
+        start in time, and EngineError if one fails or `shutdown` is called in the meantime."""
+        self._thread.start()
+        return self._started.result()
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        group_size: int,
+        sampling: SamplingConfig,
+        purpose: Purpose = "train",
+    ) -> Future[Group]:
+        """Start sampling `group_size` completions of `prompt`. Cancelling the future aborts them.
+
+        The engine ends completions `rollout.timeout_s` after it starts sampling them. If an engine
+        dies or stops responding, its groups are resampled. Evaluation samples are not recorded. The
+        future raises the engine's error if the prompt is invalid, and EngineError if engines keep
+        dying.
+        """
+        with self._lock:
+            draw = self._draws[prompt.prompt_id]
+            self._draws[prompt.prompt_id] += 1
+        sample = GroupRequest(prompt, group_size, draw)
+        label, tokens = f"group of prompt {prompt.prompt_id}", group_size * sampling.max_tokens
+        return self._enqueue(sample, sampling, purpose, label, group_size, tokens)
+
+    def turn(
+        self, request: TurnRequest, *, sampling: SamplingConfig, purpose: Purpose = "train"
+    ) -> Future[TurnResult]:
+        """Start sampling one turn of a conversation, on the engine that sampled the previous turn
+        if possible. The turn is resampled if the engine dies."""
+        label = f"turn of conversation {request.conversation}"
+        return self._enqueue(request, sampling, purpose, label, 1, request.max_tokens)
+
+    def _enqueue(self, sample: SampleRequest, *fields: Any) -> Future[Any]:
+        with self._lock:
+            if self._ended is not None:
+                return failed(self._ended)
+            request = _Request(next(self._numbers), sample, *fields)
+            self._open[request.number] = request
+            self._calls.put(lambda: self._add(request))
+
+        def on_result(result: Future[Any]) -> None:
+            with self._lock:
+                self._open.pop(request.number, None)
+            if result.cancelled():
+                self._calls.put(lambda: self._cancel(request))
+
+        request.result.add_done_callback(on_result)
+        return request.result
+
+    def update(self, version: int, transfer: Transfer) -> Future[None]:
+        """Send new weights to every engine, including engines that restart later. The same version
+        can be sent again to wake sleeping engines.
+
+        The future resolves once all running engines sample from `version` or a later one. It waits
+        for restarting engines only with `rollout.time_share`. An engine that takes longer than
+        `update_timeout_s` is replaced. The future fails if the weights are invalid. Raises
+        RuntimeError if another update is in flight.
+        """
+        update = _WeightUpdate(version, transfer)
+        with self._lock:
+            if self._ended is not None:
+                return failed(self._ended)
+            if self._update is not None and not self._update.done.done():
+                raise RuntimeError(
+                    f"rollout pool: the update to version {self._update.version} is not finished. "
+                    f"Wait for it before sending version {version}"
+                )
+            if self._update is None or self._update.version != version:
+                # Open groups may still be sampled from these weights and keep their draws.
+                open_samples = [request.sample for request in self._open.values()]
+                groups = [sample for sample in open_samples if isinstance(sample, GroupRequest)]
+                names = {group.prompt.prompt_id for group in groups}
+                self._draws = Counter({name: self._draws[name] for name in names})
+            self._update, self._asleep = update, None
+            self._calls.put(lambda: self._follow(update))
+        return update.done
+
+    def sleep(self) -> Future[None]:
+        """Release the GPU memory of every engine until the next `update`. Engines that are loading
+        weights finish first.
+
+        The future also resolves if the engines have failed for good. Their memory is then free, so
+        the last checkpoint can be saved.
+        """
+        with self._lock:
+            update = self._update
+            if update is None or update.done.done():
+                if (asleep := self._asleep) is None:
+                    asleep = self._asleep = done() if self._ended is not None else Future()
+                    self._calls.put(lambda: self._rest(asleep))
+                return asleep
+        return then(update.done, lambda _: self.sleep())
+
+    def shutdown(self) -> None:
+        self._end(EngineError("the rollout pool has been shut down"))
+        if self._thread.is_alive():
+            self._thread.join(_STOP_S)
+        self._kill()
+
+    def _end(self, error: Exception) -> None:
+        with self._lock:
+            self._ended = self._ended or error
+            self._calls.put(lambda: None)
+
+    def _kill(self) -> None:
+        for slot in list(self.slots):
+            slot.engine.kill()
+        self.slots.clear()
+
+    # Everything below runs on the pool's thread.
+
+    def _run(self) -> None:
+        try:
+            for index in range(self._config.engines):
+                if self._ended is None:
+                    self.slots.append(EngineSlot(index, self._build(index)))
+                    self._await_start(self.slots[-1])
+            while self._ended is None:
+                self._run_calls()
+                self._check_engines()
+                self._send()
+        except Exception as error:  # every caller's future must resolve
+            if self._config.time_share:  # the trainer may save a last checkpoint in their memory
+                with suppress(Exception):  # from Ray; the first error is the one to report
+                    self._kill()
+                    time.sleep(_FREED_S)
+            self._end(error)
+        with self._lock:
+            ended, requests = self._ended, list(self._open.values())
+            update, asleep = self._update, self._asleep
+        assert ended is not None
+        for request in requests:
+            request.reply.cancel()
+        results = [request.result for request in requests]
+        for future in (*results, self._started, *([update.done] if update else ())):
+            with suppress(InvalidStateError):  # done or cancelled
+                future.set_exception(ended)
+        if asleep is not None:
+            settle(asleep, lambda: None)
+
+    def _run_calls(self) -> None:
+        with suppress(queue.Empty):
+            self._calls.get(timeout=POLL_S)()
+            while self._ended is None:
+                self._calls.get_nowait()()
+
+    def _add(self, request: _Request) -> None:
+        insort(self._queue, request, key=lambda request: request.priority)
+
+    def _cancel(self, request: _Request) -> None:
+        if request.slot is not None:
+            self._take_back(request)
+            request.reply.cancel()
+        self._queue = [other for other in self._queue if other is not request]
+
+    def _send(self) -> None:
+        capacity, index = self._config.max_num_seqs, 0
+        while index < len(self._queue):
+            available = [s for s in self.slots if s.stage == "ready" and s.sequences < capacity]
+            if not available:
+                return
+            request = self._queue[index]
+            slot = self._choose_slot(request, available)
+            if slot is None:
+                index += 1
+                continue
+            record = request.purpose == "train"
+            reply = slot.engine.sample(request.sample, sampling=request.sampling, record=record)
+            request.slot, request.reply, request.sent = slot, reply, time.monotonic()
+            del self._queue[index]
+            slot.requests[request.number] = request
+            slot.sequences += request.sequences
+            slot.load += request.tokens
+            reply.add_done_callback(
+                lambda reply, request=request: self._calls.put(
+                    lambda: self._complete(request, reply)
+                )
+            )
+
+    def _choose_slot(self, request: _Request, available: Sequence[EngineSlot]) -> EngineSlot | None:
+        """Choose the engine that already has the conversation's prefix, or else the least loaded
+        one.
+
+        Returns None if the conversation should wait for the engine that has its prefix, because
+        that engine is full and every other available engine has at least half its load.
+        """
+        chosen = min(available, key=lambda slot: (slot.load, slot.index))
+        if not isinstance(request.sample, TurnRequest):
+            return chosen
+        conversation = request.sample.conversation
+        if (home := self._homes.get(conversation)) is not None:
+            if self.slots[home] in available:
+                chosen = self.slots[home]
+            elif self.slots[home].stage == "ready" and 2 * chosen.load >= self.slots[home].load:
+                return None
+        self._homes[conversation] = chosen.index
+        self._homes.move_to_end(conversation)
+        if len(self._homes) > _MAX_HOMES:
+            self._homes.popitem(last=False)
+        return chosen
+
+    def _complete(self, request: _Request, reply: Future[Any]) -> None:
+        if request.slot is None or request.reply is not reply:  # cancelled, or sent again
+            return
+        error = reply.exception()
+        if isinstance(error, EngineError):
+            self._replace(request.slot, error)
+        else:
+            self._take_back(request)
+            settle(request.result, reply.result)
+
+    def _take_back(self, request: _Request) -> None:
+        slot, request.slot = request.slot, None
+        assert slot is not None
+        del slot.requests[request.number]
+        slot.sequences -= request.sequences
+        slot.load -= request.tokens
+
+    def _await(self, slot: EngineSlot, stage: Stage, pending: Future[Any], seconds: float) -> None:
+        slot.stage, slot.pending = stage, pending
+        slot.deadline = time.monotonic() + seconds
+        pending.add_done_callback(lambda _: self._calls.put(lambda: self._advance(slot, pending)))
+
+    def _await_start(self, slot: EngineSlot) -> None:
+        self._await(slot, "starting", slot.engine.ready(), self._startup_s)
+
+    def _advance(self, slot: EngineSlot, pending: Future[Any]) -> None:
+        """Move a slot to its next stage, or replace its engine if `pending` failed."""
+        if slot.pending is not pending:  # the engine was replaced
+            return
+        try:
+            result = pending.result()
+        except EngineError as error:
+            self._replace(slot, error)
+            return
+        slot.pending = None
+        if slot.stage == "loading":
+            slot.version = result
+        if slot.stage == "starting" and not self._started.done():
+            self._warnings += result
+        asleep = slot.stage == "starting" and self._config.time_share
+        slot.stage = "asleep" if asleep or slot.stage == "going to sleep" else "ready"
+        for request in slot.requests.values():  # now the engine samples them again
+            request.sent = time.monotonic()
+        if all(slot.pending is None for slot in self.slots):
+            settle(self._started, lambda: tuple(dict.fromkeys(self._warnings)))
+        if self._resting is not None:
+            self._rest(self._resting)
+        elif self._target is not None:
+            if slot.stage == "asleep" or self._target.version > slot.version:
+                self._load(self._target, [slot])
+            self._check_updated()
+
+    def _rest(self, resting: Future[None]) -> None:
+        self._resting = resting
+        for slot in self.slots:
+            if slot.stage == "ready":
+                self._await(slot, "going to sleep", slot.engine.sleep(), self._update_s)
+        if all(slot.stage == "asleep" for slot in self.slots):
+            settle(resting, lambda: None)
+
+    def _follow(self, target: _WeightUpdate) -> None:
+        self._target, self._resting = target, None
+        self._load(target, [slot for slot in self.slots if slot.stage in ("ready", "asleep")])
+
+    def _load(self, target: _WeightUpdate, slots: Sequence[EngineSlot]) -> None:
+        if not slots:
+            return
+        deliveries = target.transfer([slot.engine.receiver for slot in slots])
+        for slot, delivery in zip(slots, deliveries, strict=True):
+            slot.version = target.version
+            self._await(slot, "loading", slot.engine.guarded(delivery), self._update_s)
+
+    def _check_updated(self) -> None:
+        """Resolve the update once all running engines have the new weights. Engines that are still
+        restarting load the weights later.
+
+        With `rollout.time_share`, the update also waits for restarting engines, because the trainer
+        needs the GPU memory that they use to start.
+        """
+        waited_for = self._config.time_share
+        rest = [slot for slot in self.slots if slot.stage != "starting" or waited_for]
+        if self._target is not None and rest and all(slot.stage == "ready" for slot in rest):
+            settle(self._target.done, lambda: None)
+
+    def _check_engines(self) -> None:
+        """Replace engines that missed a deadline or hang."""
+        now, silent_s = time.monotonic(), self._config.silent_s
+        for slot in self.slots:
+            oldest = next(iter(slot.requests.values()), None)
+            if slot.pending is not None:
+                if now >= slot.deadline and not slot.pending.done():
+                    self._replace(slot, EngineError(f"did not {_TASKS[slot.stage]} in time"))
+            elif slot.stage == "ready" and oldest and now >= oldest.sent + silent_s:
+                error = EngineError(
+                    f"fell silent: no {oldest.label} within {silent_s:g} s, though "
+                    f"rollout.timeout_s = {self._config.timeout_s:g} cuts it"
+                )
+                self._replace(slot, error)
+        for slot, error in self._stalls.poll(self.slots, lambda line: self.say(line)):
+            self._replace(slot, error)
+
+    def _replace(self, slot: EngineSlot, error: EngineError) -> None:
+        """Start a new engine in a slot, and put the old engine's requests back in the queue. Raises
+        an error if the pool is still starting or the slot has been restarted too many times."""
+        slot.engine.kill()
+        now, name = time.monotonic(), f"rollout engine {slot.index}"
+        if not self._started.done() and _MEMORY_RACE not in str(error):
+            if now >= slot.deadline:
+                raise TimeoutError(
+                    f"{name} was not ready within {self._startup_s:g} s (run.startup_timeout_s)"
+                )
+            raise EngineError(f"{name} did not start: {error}") from error
+        # Long enough for an engine to start and become unresponsive several times.
+        least_s = (MAX_RESTARTS + 2) * (self._config.silent_s + self._startup_s)
+        window_s = max(_WINDOW_S, least_s)
+        if sum(now - restart < window_s for restart in slot.restarts) >= MAX_RESTARTS:
+            raise EngineError(
+                f"{name} failed {MAX_RESTARTS + 1} times within {window_s / 3600:.3g} hours, the "
+                f"last time with: {error}"
+            ) from error
+        slot.restarts.append(now)
+        slot.engine, slot.version, slot.progress = self._build(slot.index), 0, _Progress()
+        self._await_start(slot)
+        self._check_updated()
+        self.say(f"{name} is restarted: {error}")
+        for request in list(slot.requests.values()):
+            self._take_back(request)
+            reply = request.reply
+            # A reply that arrived before the engine died is valid.
+            if reply.done() and not reply.cancelled() and reply.exception() is None:
+                settle(request.result, reply.result)
+            else:
+                self._add(request)
+
+
+class StallDetector:
+    """Detects engines that have work but don't finish any steps.
+
+    A process keeps responding when its GPU hangs, so the pool polls the number of finished steps.
+    Time spent idle, asleep or in weight updates doesn't count, nor does the first step, which may
+    compile kernels.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._next = clock, clock() + STALL_POLL_S
+        self._polls = PollClock(STALL_POLL_S, clock)
+
+    def poll(
+        self, slots: Sequence[EngineSlot], warn: Callable[[str], object]
+    ) -> list[tuple[EngineSlot, EngineError]]:
+        """Return the slots of hung engines, with an error for each. Calls `warn` for engines that
+        have stalled, but not yet for long enough to count as hung."""
+        if self._clock() < self._next:
+            return []
+        self._next, elapsed_s = self._clock() + STALL_POLL_S, self._polls.elapsed()
+        stuck: list[tuple[EngineSlot, EngineError]] = []
+        for slot in slots:
+            progress = slot.progress
+            if slot.stage != "ready" or not slot.sequences:
+                progress.stalled_s, progress.warned = 0.0, False
+                continue
+            progress.stalled_s += elapsed_s
+            if (poll := progress.poll) is not None and poll.done():
+                progress.poll = None
+                # The pool replaces an engine that died.
+                if not poll.cancelled() and poll.exception() is None:
+                    last, progress.last = progress.last, poll.result()
+                    if progress.last.steps != last.steps or not progress.last.requests:
+                        progress.stalled_s, progress.warned = 0.0, False
+            if progress.poll is None:
+                progress.poll = slot.engine.progress()
+            longest_s = progress.last.longest_s
+            message = (
+                f"has finished no step for {progress.stalled_s:.0f} s with {slot.sequences} "
+                f"completions to sample; its longest step took {longest_s:.2g} s"
+            )
+            stuck_s = max(STUCK_S, _STUCK_STEPS * longest_s)
+            if not progress.last.steps or progress.stalled_s < max(WARN_S, _WARN_STEPS * longest_s):
+                continue
+            if progress.stalled_s >= stuck_s:
+                stuck.append((slot, EngineError(f"hangs: it {message}")))
+            elif not progress.warned:
+                progress.warned = True
+                warn(f"rollout engine {slot.index} {message}. It is restarted at {stuck_s:.0f} s")
+        return stuck

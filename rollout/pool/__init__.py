@@ -1,1 +1,0 @@
-"""The engine pool, which sends requests to engines and restarts engines that fail."""
