@@ -12,10 +12,6 @@ from keel.rl.turns import Malformed, Message, ToolCall, ToolSpec
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.render import call_message
 
-_OTHER_TOKENIZER = "Set model.tokenizer to a byte-level BPE tokenizer"
-_WRITES_TOOLS = (
-    "Use a model whose template lists tools and writes calls, or set model.chat_template to one"
-)
 _TOOLS = tuple(
     ToolSpec(
         name=name,
@@ -31,50 +27,58 @@ def check_prefix_law(
 ) -> None:
     """Check that extending a conversation turn by turn gives the same ids as rendering it all at
     once, that ordinary text never becomes a control token, and that tools are shown. Raises
-    ValueError naming the template, the case and a fix.
+    ValueError naming the template, the problem and a fix.
 
     `modes` selects thinking, no thinking, or both. One difference is allowed: an empty think block
     that a template puts before a turn but omits from the history may remain, because the policy
     sampled the turn after it.
     """
     for thinking in modes:
-        for calls in ((), (1,), (1, 1), (2, 1), (3, 1, 2)) if tools else ((),):
-            _check_conversation(chat, tools, calls, thinking=thinking)
-        _check_controls(chat, tools, thinking=thinking)
+        try:
+            for calls in ((), (1,), (1, 1), (2, 1), (3, 1, 2)) if tools else ((),):
+                _check_conversation(chat, tools, calls, thinking=thinking)
+            _check_controls(chat, tools, thinking=thinking)
+        except ValueError as error:
+            mode, other = ("with", "without") if thinking else ("without", "with")
+            raise ValueError(
+                f"{chat.label} cannot extend a conversation {mode} thinking: {error}. Train "
+                f"{other} thinking (`thinking` of the data source), or set model.chat_template or "
+                "model.tokenizer to one that keeps its history and shows tools and calls"
+            ) from error
 
 
-def check_calls_in_thinking(chat: TemplateChat, *, tools: Sequence[ToolSpec] = _TOOLS) -> None:
+def check_calls_in_thinking(chat: TemplateChat) -> None:
     """Check that the policy can call tools only while thinking, and that it resumes thinking after
     the tool result. Raises ValueError naming the template and a fix.
 
     `chat` must have `tools_in_thinking` set and pass `check_prefix_law`.
     """
     messages: list[Message] = [{"role": "user", "content": "Which?"}]
-    reply = _make_reply(0, 1, tools, thinking=True)
+    reply = _make_reply(0, 1, _TOOLS, thinking=True)
     after, close = _tool_results(reply), chat.marks.close
-    ids = chat.opening(messages, tools, thinking=True)
-    outside = chat.turn_ids(messages, reply, after, tools, thinking=True)
+    ids = chat.opening(messages, _TOOLS, thinking=True)
+    outside = chat.turn_ids(messages, reply, after, _TOOLS, thinking=True)
     text = chat.decode(outside)
     inside = chat.encoder.encode(text.replace(close, ""))
-    call = chat.parse(inside, tools, thinking=True, turn=0)
-    expected = reply["tool_calls"][0]["function"]
-    calls = [(c.name, dict(c.arguments)) for c in call.calls if isinstance(c, ToolCall)]
+    call = chat.parse(inside, _TOOLS, thinking=True, turn=0)
+    late = chat.parse(outside, _TOOLS, thinking=True, turn=0)
     first, second = ([*ids, *turn] for turn in (inside, outside))
     extended, usual = (chat.extend(turn, after, thinking=True) for turn in (first, second))
     rest = chat.encoder.encode(f"Thought1z{close}Said1z")
-    end = chat.parse(rest, tools, thinking=True, turn=1, inside=True)
-    late = chat.parse(outside, tools, thinking=True, turn=0).calls
+    end = chat.parse(rest, _TOOLS, thinking=True, turn=1, inside=True)
     if not (
         close in text
-        and calls == [(expected["name"], expected["arguments"])]
+        and [type(one) for one in call.calls] == [ToolCall]
+        and [type(one) for one in late.calls] == [Malformed]
         and call.inside
         and usual is not None
         and extended == [*first, *usual[len(second) :]]
         and (end.reasoning, end.content, end.inside) == ("Thought1z", "Said1z", False)
-        and [type(each) for each in late] == [Malformed]
     ):
-        fix = "Turn agents.tools_in_thinking off, or use a model whose template marks thinking"
-        raise _failure(chat, True, "tool calls inside its thinking do not work", fix)
+        raise ValueError(
+            f"{chat.label}: tool calls inside its thinking do not work. Turn "
+            "agents.tools_in_thinking off, or use a model whose template marks thinking"
+        )
 
 
 def _check_conversation(
@@ -96,32 +100,26 @@ def _check_conversation(
         after = _tool_results(reply) or [{"role": "user", "content": "And then?"}]
         try:
             sampled = chat.turn_ids(messages, reply, after, tools, thinking=thinking)
-        except ValueError as error:
+        except ValueError:
             if count < 2:
-                raise _failure(chat, thinking, str(error)) from error
+                raise
             return  # a template with one call per turn
         made = reply.get("tool_calls")
         last = made[-1]["function"]["arguments"]["name"] if made else reply["content"]
         if last not in chat.decode(sampled):
-            problem = "it does not show the assistant's text or tool calls"
-            raise _failure(chat, thinking, problem, _WRITES_TOOLS if count else "")
+            raise ValueError("it does not show the assistant's text or tool calls")
         whole = chat.opening([*messages, reply, *after], tools, thinking=thinking)
-        for name, turn_end in (("ended", sampled), ("cut", sampled[:-1])):
+        for turn_end in (sampled, sampled[:-1]):
             extended = chat.extend([*ids, *turn_end], after, thinking=thinking)
+            if extended is None and count:
+                raise ValueError("it cannot continue after a tool's result")
             if extended is not None and not _same_ids(chat, extended, whole):
-                ours, once = chat.decode(extended), chat.decode(whole)
-                at = next(
-                    (i for i, (a, b) in enumerate(zip(ours, once, strict=False)) if a != b), 0
+                ended = "ended" if turn_end is sampled else "cut"
+                raise ValueError(
+                    f"a {after[0]['role']} message after a turn that was {ended} is "
+                    f"{chat.decode(extended[-40:])!r}, but {chat.decode(whole[-40:])!r} when the "
+                    "conversation is rendered whole"
                 )
-                shown = slice(max(at - 20, 0), at + 60)
-                raise _failure(
-                    chat,
-                    thinking,
-                    f"{len(after)} {after[0]['role']} messages after a turn that was {name} are "
-                    f"{ours[shown]!r}, but {once[shown]!r} when rendered whole",
-                )
-            if count and extended is None:
-                raise _failure(chat, thinking, "it cannot continue after a tool's result")
         ids = chat.extend([*ids, *sampled], after, thinking=thinking) or whole
         messages += [reply, *after]
 
@@ -132,16 +130,12 @@ def _check_controls(chat: TemplateChat, tools: Sequence[ToolSpec], *, thinking: 
         ids = chat.opening([{"role": "user", "content": content}], tools, thinking=thinking)
         counts.append(sum(index in chat.encoder.text_of for index in ids))
     if counts[0] != counts[1]:
-        problem = "control tokens in a message's text reach the policy"
-        raise _failure(chat, thinking, problem, _OTHER_TOKENIZER)
+        raise ValueError("control tokens in a message's text reach the policy")
     text = chat.text([{"role": "user", "content": "Which?"}], tools, thinking=thinking)
     if chat.encoder.encode(text) != chat.encoder.encode_in_pieces(text):
-        problem = "its tokenizer joins text across control tokens"
-        raise _failure(chat, thinking, problem, _OTHER_TOKENIZER)
-    missing = [tool.name for tool in tools if tool.name not in text]
-    if missing:
-        problem = f"it does not show the policy the tool {missing[0]}"
-        raise _failure(chat, thinking, problem, _WRITES_TOOLS)
+        raise ValueError("its tokenizer joins text across control tokens; byte-level BPE does not")
+    if missing := [tool.name for tool in tools if tool.name not in text]:
+        raise ValueError(f"it does not show the policy the tool {missing[0]}")
 
 
 def _make_reply(
@@ -181,17 +175,6 @@ def _same_ids(chat: TemplateChat, ids: Sequence[int], others: Sequence[int]) -> 
         for each in (ids, others)
     ]
     return turns[0] == turns[1]
-
-
-def _failure(chat: TemplateChat, thinking: bool, problem: str, fix: str = "") -> ValueError:
-    mode, other = ("with", "without") if thinking else ("without", "with")
-    usual = (
-        f"Train {other} thinking (`thinking` of the data source), or set model.chat_template to a "
-        "template that keeps its history unchanged"
-    )
-    return ValueError(
-        f"{chat.label} cannot extend a conversation {mode} thinking: {problem}. {fix or usual}"
-    )
 
 
 def ends_of(path: str) -> tuple[int, ...]:

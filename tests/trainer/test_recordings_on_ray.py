@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import Group, ScoredGroup
 from keel.rollout import ray_engines
-from keel.rollout.engine import storage
+from keel.rollout.engine import worker
 from keel.rollout.engine.worker import RolloutWorker
 from keel.rollout.spec import GroupRequest
 from keel.trainer.learner import Learner
@@ -37,7 +37,7 @@ class Sampler(RolloutWorker):
     """Stands for an engine: returns prepared groups."""
 
     def __init__(self, spec: Any) -> None:
-        storage.STORED_BYTES = 1  # in this process
+        worker.STORED_BYTES = 1  # in this process
         self._groups = {scored.group.prompt.prompt_id: scored.group for scored in groups_here()}
 
     async def sample(self, request: Any, sampling: Any, record: bool) -> Group:

@@ -19,7 +19,7 @@ from keel.configs.schema import AlarmsConfig, RunConfig
 from keel.model import ray_timeouts
 from keel.rl.metrics import Mean, Sum
 from keel.rl.types import ScoredGroup, Segment, TokenNumbers, Usage, Verdict
-from keel.rollout.engine import storage
+from keel.rollout.engine.worker import detach
 from keel.rollout.spec import GroupRequest
 from keel.trainer.run.journal import (
     _ALARMS,
@@ -263,8 +263,8 @@ def test_recordings_are_saved_one_segment_at_a_time(
 ) -> None:
     answers = [trajectory(segment(3, 9, routes=True, kept=True), sibling=i) for i in range(3)]
     whole, load, arrays = scored(answers, [0.0, 1.0, 0.0]), Segment.loaded, list[Any]()
-    monkeypatch.setattr(storage, "STORED_BYTES", 1)
-    light, *stored = storage.detach(GroupRequest(whole.group.prompt, 3), whole.group)
+    monkeypatch.setattr("keel.rollout.engine.worker.STORED_BYTES", 1)
+    light, *stored = detach(GroupRequest(whole.group.prompt, 3), whole.group)
 
     def loaded(one: Segment, recordings: Any) -> Segment:
         assert all(array() is None for array in arrays)
