@@ -4,17 +4,17 @@ group of completions, or one turn of a conversation."""
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keel.configs.schema import SamplingConfig
 from keel.rl.turns import THINK, ThinkingMarks, TurnResult
-from keel.rl.types import NO_ROUTE, Group, Prompt, SamplingMasks, Segment, Trajectory
+from keel.rl.types import Group, Prompt, Recordings, Segment, Trajectory, join_recordings
 from keel.rollout.chat.parsing import HARMONY, HARMONY_CONTROLS, Broken, read_harmony
 from keel.rollout.chat.render import check_shown, render
-from keel.rollout.recording.base import Recording, RecordingOptions
+from keel.rollout.recording.base import RecordingOptions
 from keel.rollout.spec import LostTurn
 
 _THINK_BLOCK = re.compile(f"{THINK.open}(.*?){THINK.close}", re.DOTALL)
@@ -122,16 +122,6 @@ NOT_FINITE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    ids: Sequence[int]
-    text: str  # decoded without special tokens. Empty for a turn, which the chat format decodes.
-    recording: Recording
-    versions: NDArray[np.int32]  # [N] weight version with which each token was sampled
-    finish_reason: Literal["stop", "length", "deadline"]
-    cached_tokens: int
-
-
 @dataclass(slots=True, kw_only=True)
 class _Job:
     """A job for the engine: one or more requests that together produce one result."""
@@ -153,37 +143,33 @@ class GroupJob(_Job):
     thinking: bool
     done: dict[int, Trajectory] = field(default_factory=dict[int, Trajectory])
 
-    def add(self, sibling: int, completion: Completion) -> None:
-        """Add a completion to the group as a trajectory. Its only segment has P prompt tokens and G
-        sampled tokens."""
-        recording, prompt_id = completion.recording, self.prompt.prompt_id
-        prompt = len(self.context)
-        if not np.isfinite(recording.logp).all():
+    def add(self, sibling: int, sampled: TurnResult, text: str) -> None:
+        """Add a completion to the group as a trajectory with one segment. `text` is the completion,
+        decoded without special tokens."""
+        if not np.isfinite(sampled.logp_old_N).all():
             self.dropped.append(NOT_FINITE)
             return
-        routes, masks = recording.routes, recording.sampling_mask
-        if routes is not None:  # [P+G−1, L, K], aligned with the input: the last token has none
-            routes = np.concatenate([routes, np.full((1, *routes.shape[1:]), NO_ROUTE, np.int16)])
-        if (selected := recording.selected) is not None:
-            selected = np.pad(selected, ((0, 1), (0, 0), (0, 0)))
-        if masks is not None:
-            masks = SamplingMasks.concat([SamplingMasks.empty(prompt), masks])
+        prompt, prompt_id = len(self.context), self.prompt.prompt_id
+        tokens = prompt + len(sampled.token_ids_N)
+        recorded = Recordings(
+            routes_RLK=sampled.routes_RLK,
+            sampling_mask=sampled.sampling_mask,
+            selected_RLb=sampled.selected_RLb,
+        )
         segment = Segment(
             prompt_id=prompt_id,
-            token_ids_T=np.array([*self.context, *completion.ids], np.int32),
-            trainable_T=np.arange(prompt + len(completion.ids)) >= prompt,
-            logp_old_T=np.concatenate([np.zeros(prompt, np.float32), recording.logp]),
-            version_T=np.concatenate([np.full(prompt, -1, np.int32), completion.versions]),
-            routes_TLK=routes,
-            sampling_mask=masks,
-            selected_TLb=selected,
+            token_ids_T=np.concatenate([np.array(self.context, np.int32), sampled.token_ids_N]),
+            trainable_T=np.arange(tokens) >= prompt,
+            logp_old_T=np.concatenate([np.zeros(prompt, np.float32), sampled.logp_old_N]),
+            version_T=np.concatenate([np.full(prompt, -1, np.int32), sampled.version_N]),
+            **join_recordings([(prompt, recorded)], tokens),
         )
         self.done[sibling] = Trajectory(
             prompt_id=prompt_id,
             sibling=sibling,
             segments=(segment,),
-            finish_reason=completion.finish_reason,
-            messages=(_split_message(completion.text, thinking=self.thinking),),
+            finish_reason=sampled.finish_reason,
+            messages=(_split_message(text, thinking=self.thinking),),
         )
 
     def result(self) -> Group:
@@ -195,21 +181,9 @@ class GroupJob(_Job):
 class TurnJob(_Job):
     done: TurnResult | LostTurn | None = None
 
-    def add(self, sibling: int, completion: Completion) -> None:
-        recording = completion.recording
-        if not np.isfinite(recording.logp).all():
-            self.done = LostTurn(NOT_FINITE)
-            return
-        self.done = TurnResult(
-            token_ids_N=np.array(completion.ids, np.int32),
-            logp_old_N=recording.logp,
-            version_N=completion.versions,
-            finish_reason=completion.finish_reason,
-            routes_RLK=recording.routes,
-            sampling_mask=recording.sampling_mask,
-            selected_RLb=recording.selected,
-            cached_tokens=completion.cached_tokens,
-        )
+    def add(self, sibling: int, sampled: TurnResult, text: str) -> None:
+        finite = np.isfinite(sampled.logp_old_N).all()
+        self.done = sampled if finite else LostTurn(NOT_FINITE)
 
     def result(self) -> TurnResult | LostTurn:
         """Return the turn. It has no tokens if the deadline passed before the first token was

@@ -33,10 +33,9 @@ from keel.model.batch_invariant import BLOCK
 from keel.model.hub import fp8_block
 from keel.model.load import LOAD_FORMAT, full_attention, tokenizer_with
 from keel.model.routing import is_moe
-from keel.rl.turns import THINK, TurnRequest, seed_of
+from keel.rl.turns import THINK, TurnRequest, TurnResult, seed_of
 from keel.rollout.chat.parsing import find_thinking_marks
 from keel.rollout.engine.conversion import (
-    Completion,
     GroupJob,
     Job,
     Result,
@@ -222,7 +221,7 @@ class VllmEngine:
             name = output.request_id
             number = self._owners.pop(name)
             job = self._jobs[number]
-            job.add(job.requests.pop(name), self._completion(job, output, texts.get(name, "")))
+            job.add(job.requests.pop(name), self._sampled(job, output), texts.get(name, ""))
             self._requests.store_hashes(name)
             if not job.requests:
                 yield number, self._jobs.pop(number).result()
@@ -340,7 +339,7 @@ class VllmEngine:
                 raise EngineError("one of its worker processes died") from error
             raise
 
-    def _completion(self, job: Job, output: RequestOutput, text: str) -> Completion:
+    def _sampled(self, job: Job, output: RequestOutput) -> TurnResult:
         completion = output.outputs[0]
         ids = list(completion.token_ids)
         if completion.finish_reason not in ("stop", "length"):
@@ -353,12 +352,15 @@ class VllmEngine:
         finish = "stop" if completion.finish_reason == "stop" else "length"
         if finish == "length" and job.cut and len(ids) < job.sampling.max_tokens:
             finish = "deadline"
-        return Completion(
-            ids=ids,
-            text=text,
-            recording=self._recorder.take(output.request_id, len(job.context), completion),
-            versions=versions,
+        logp, arrays = self._recorder.take(output.request_id, len(job.context), completion)
+        return TurnResult(
+            token_ids_N=np.array(ids, np.int32),
+            logp_old_N=logp,
+            version_N=versions,
             finish_reason=finish,
+            routes_RLK=arrays.routes_RLK,
+            sampling_mask=arrays.sampling_mask,
+            selected_RLb=arrays.selected_RLb,
             cached_tokens=output.num_cached_tokens or 0,
         )
 

@@ -10,45 +10,33 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
-from keel.rl.types import NO_ROUTE, SamplingMasks
-from keel.rollout.spec import RecordingError
+from keel.rl.types import NO_ROUTE, Recordings, SamplingMasks
+from keel.rollout.spec import WIDEST_MASK, RecordingError
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
     from vllm.outputs import CompletionOutput
 
-_ReadRows = Callable[[Sequence[int], int, int], NDArray[Any]]
-"""`read(blocks, first, tokens)` returns one row for each of the positions `first` … `tokens` − 1 of
-the request with these cache blocks."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class Recording(NamedTuple):
     """The data recorded for a completion of G tokens after a prompt of P tokens."""
 
     logp: NDArray[np.float32]
     """[G] log-probability of each sampled token, after temperature and truncation. If any value is
-    not finite, the completion is dropped and the other fields may be None."""
-    sampling_mask: SamplingMasks | None
-    """Sampling masks of the G tokens, which contain the ids that truncation kept. None if sampling
-    was not truncated or if masks are not recorded."""
-    routes: NDArray[np.int16] | None
-    """[R, L, K] experts chosen in the MoE layers, with one row for each of the positions F … P+G−2,
-    where F is `routes_from`. The last token was never an input.
+    not finite, the completion is dropped and `arrays` may be empty."""
+    arrays: Recordings = Recordings()
+    """Routes and selections of the positions `routes_from` … P+G−2, and the G sampling masks.
 
     Each row was computed with the weights that sampled the next token. Rows of prompt positions
-    were computed with the weights that sampled the completion's first token. None if the model has
-    no experts or if routes are not recorded.
+    were computed with the weights that sampled the completion's first token.
     """
-    selected: NDArray[np.uint8] | None = None
-    """[R, L, b] bitmaps of the positions that sparse attention selected, for the same rows as
-    `routes`. None if they are not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +91,15 @@ class Recorder(ABC):
         self._options.pop(request_id, None)
         self._saved.pop(request_id, None)
 
-    def _save_before_preemption(self, scheduler: Any, read: _ReadRows, *, group: int = 0) -> None:
+    def _save_before_preemption(
+        self,
+        scheduler: Any,
+        read: Callable[[Sequence[int], int, int], NDArray[Any]],
+        group: int = 0,
+    ) -> None:
         """Save the routes or selections of requests just before vLLM preempts them.
+        `read(blocks, first, tokens)` returns one row for each of the positions `first` … `tokens` −
+        1 of the request with these cache blocks.
 
         A preempted request loses its keys and values, which are recomputed later, possibly with new
         weights. Recorders that read rows by cache slot must therefore do so before the preemption.
@@ -120,27 +115,22 @@ class Recorder(ABC):
                 first = options.routes_from
                 if tokens - first > len(self._saved.get(name, ())):
                     blocks = scheduler.kv_cache_manager.get_block_ids(name)[group]
-                    self._saved[name] = self._rows(name, blocks, first, tokens, read)
+                    rows = self._rows(name, tokens - first, partial(read, blocks, first, tokens))
+                    self._saved[name] = rows
             preempt(request, *args, **kwargs)
 
         scheduler._preempt_request = patched
 
-    def _rows(
-        self, request_id: str, blocks: Sequence[int], first: int, tokens: int, read: _ReadRows
-    ) -> NDArray[Any]:
-        """Return the rows of the positions `first` … `tokens` − 1 of a request, and delete the rows
-        that were saved before a preemption.
-
-        Rows that were not saved are read with `read`. A completion that was preempted while its
-        last token was in flight has no blocks left, but all of its rows were saved.
-        """
+    def _rows(self, request_id: str, count: int, read: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        """Return the `count` rows of a request. The first ones come from before a preemption, if
+        rows were saved then. All others come from `read`, which is not called if all were saved: a
+        completion that was preempted while its last token was in flight has no blocks left."""
         saved = self._saved.pop(request_id, None)
-        if saved is None:
-            return read(blocks, first, tokens)
-        if len(saved) >= tokens - first:
-            return saved[: tokens - first]
-        rows = read(blocks, first, tokens)
-        rows[: len(saved)] = saved
+        if saved is not None and len(saved) >= count:
+            return saved[:count]
+        rows = read()
+        if saved is not None:
+            rows[: len(saved)] = saved
         return rows
 
 
@@ -175,21 +165,34 @@ def check_count(request_id: str, what: str, recorded: int, expected: int) -> Non
         )
 
 
-def check_selected(request_id: str, selected: NDArray[np.uint8], first: int, top_k: int) -> None:
-    """Check that every token after the first `top_k` of the context has a selection of `top_k`
-    positions in every layer. Raises RecordingError otherwise.
-
-    The first row of `selected` belongs to the token at position `first`.
-    """
-    counts = np.bitwise_count(selected[max(0, top_k - first) :]).sum(-1, dtype=np.int64)
-    wrong = (counts != top_k).any(-1)
-    if wrong.any():
-        token = max(first, top_k) + int(wrong.argmax())
-        raise RecordingError(
-            f"request {request_id}: {int(wrong.sum())} of its tokens have no complete selection of "
-            f"sparse attention, the token at position {token} first, so the trainer cannot replay "
-            "the completion"
+def default_top_k(sampling: SamplingConfig, options: RecordingOptions) -> dict[str, int]:
+    """Return the top_k to use for requests that don't set one, on an engine that returns sampling
+    masks. Raises ValueError if such a request is recorded."""
+    if sampling.top_k > 0:
+        return {}
+    if options.routes or options.sampling_mask:
+        raise ValueError(
+            "rollout.sampling.top_k = 0: an engine that returns sampling masks needs a bound on "
+            "them. Set top_k"
         )
+    return {"top_k": WIDEST_MASK}
+
+
+def sort_masks(request_id: str, masks: SamplingMasks, output: CompletionOutput) -> SamplingMasks:
+    """Sort the ids in each mask, so that the trainer can check the masks in one pass. Raises
+    RecordingError if a mask doesn't contain the sampled token."""
+    check_count(request_id, "sampling masks", len(masks), len(output.token_ids))
+    rows = np.repeat(np.arange(len(masks)), masks.sizes())
+    if (np.diff(masks.ids)[rows[1:] == rows[:-1]] < 0).any():
+        masks = SamplingMasks(ids=masks.ids[np.lexsort((masks.ids, rows))], offsets=masks.offsets)
+    complete = np.zeros(len(masks), bool)
+    complete[rows[masks.ids == np.asarray(output.token_ids, np.int32)[rows]]] = True
+    if not complete.all():
+        raise RecordingError(
+            f"request {request_id}: the sampling mask of token {int(np.argmin(complete))} of the "
+            "completion does not hold the token itself"
+        )
+    return masks
 
 
 def check_routed(request_id: str, routes: NDArray[np.int16]) -> None:
@@ -198,18 +201,12 @@ def check_routed(request_id: str, routes: NDArray[np.int16]) -> None:
     Also raises RecordingError if all routes of a layer are zero, since a real router never picks
     expert 0 for all K slots of every token.
     """
-    unrouted = routes == NO_ROUTE
-    if unrouted.any():
-        missing = np.flatnonzero(unrouted.any(axis=(1, 2)))
-        raise RecordingError(
-            f"request {request_id}: {len(missing)} of its {len(routes)} tokens have no route, "
-            f"token {missing[0]} first"
-        )
+    if (routes == NO_ROUTE).any():
+        raise RecordingError(f"request {request_id}: some of its tokens have no route")
     if routes.shape[2] > 1 and len(routes):
-        candidates = np.flatnonzero(~routes[0].any(axis=1))  # blank in the first row
-        blank = candidates[~routes[:, candidates].any(axis=(0, 2))]
-        if len(blank):
+        candidates = np.flatnonzero(~routes[0].any(axis=1))  # zero in the first row
+        if not routes[:, candidates].any(axis=(0, 2)).all():
             raise RecordingError(
-                f"request {request_id}: the routes of MoE layers {blank.tolist()} (counted among "
-                "the MoE layers) are all zeros, so they were not recorded"
+                f"request {request_id}: the routes of a MoE layer are all zeros, so they were not "
+                "recorded"
             )

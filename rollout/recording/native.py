@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keel.configs.schema import SamplingConfig
-from keel.rl.types import SamplingMasks
+from keel.rl.types import Recordings, SamplingMasks
 from keel.rollout.recording.base import (
     Recorder,
     Recording,
     RecordingOptions,
     check_count,
     check_routed,
-    check_selected,
     core_of,
+    default_top_k,
+    sort_masks,
 )
-from keel.rollout.spec import WIDEST_MASK, RecordingError
+from keel.rollout.spec import RecordingError
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -89,64 +90,43 @@ class NativeRecorder(Recorder):
         logp = np.asarray(flat.logprobs, np.float32)[first]
         if not np.isfinite(logp).all():
             self.forget(request_id)
-            return Recording(logp=logp, sampling_mask=None, routes=None)
-        masks = routes = None
+            return Recording(logp)
+        masks = routes = selected = None
+        start = options.routes_from
+        count = prompt_tokens + sampled - 1 - start
         if options.sampling_mask:
             # A missing mask never means that sampling was not truncated.
             if output.sampling_mask is None:
                 raise RecordingError(f"request {request_id}: the engine returned no sampling mask")
-            spans = output.sampling_mask.token_ids
-            sizes = np.fromiter(map(len, spans), np.int64, len(spans))
-            ids = np.fromiter(chain.from_iterable(spans), np.int32, int(sizes.sum()))
-            offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-            masks = sort_masks(request_id, SamplingMasks(ids=ids, offsets=offsets), output)
+            masks = SamplingMasks.from_lists(output.sampling_mask.token_ids)
+            masks = sort_masks(request_id, masks, output)
         if options.routes:
             if output.routed_experts is None:
                 raise RecordingError(f"request {request_id}: the engine returned no routes")
-            rows = prompt_tokens + sampled - 1 - options.routes_from
-            check_count(request_id, "rows of routes", len(output.routed_experts), rows)
+            check_count(request_id, "rows of routes", len(output.routed_experts), count)
             # The engine also returns zeros for every dense layer.
             routes = output.routed_experts[:, self._moe_layers].astype(np.int16)
             check_routed(request_id, routes)
-        selected = None
         if options.selection:
-            tokens = prompt_tokens + sampled - 1
-            start = options.routes_from
-            rows = self._rows(request_id, blocks, start, tokens, self._selected)
-            selected = rows[..., : -(-tokens // 8)]
+            read = partial(self._selected, blocks, start, start + count)
+            rows = self._rows(request_id, count, read)
+            selected = rows[..., : -(-(start + count) // 8)]
             check_selected(request_id, selected, start, self._top_k)
-        return Recording(logp=logp, sampling_mask=masks, routes=routes, selected=selected)
+        arrays = Recordings(routes_RLK=routes, sampling_mask=masks, selected_RLb=selected)
+        return Recording(logp, arrays)
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)
         self._blocks.pop(request_id, None)
 
 
-def default_top_k(sampling: SamplingConfig, options: RecordingOptions) -> dict[str, int]:
-    """Return the top_k to use for requests that don't set one, on an engine that returns sampling
-    masks. Raises ValueError if such a request is recorded."""
-    if sampling.top_k > 0:
-        return {}
-    if options.routes or options.sampling_mask:
-        raise ValueError(
-            "rollout.sampling.top_k = 0: an engine that returns sampling masks needs a bound on "
-            "them. Set top_k"
-        )
-    return {"top_k": WIDEST_MASK}
-
-
-def sort_masks(request_id: str, masks: SamplingMasks, output: CompletionOutput) -> SamplingMasks:
-    """Sort the ids in each mask, so that the trainer can check the masks in one pass. Raises
-    RecordingError if a mask doesn't contain the sampled token."""
-    check_count(request_id, "sampling masks", len(masks), len(output.token_ids))
-    rows = np.repeat(np.arange(len(masks)), masks.sizes())
-    if (np.diff(masks.ids)[rows[1:] == rows[:-1]] < 0).any():
-        masks = SamplingMasks(ids=masks.ids[np.lexsort((masks.ids, rows))], offsets=masks.offsets)
-    complete = np.zeros(len(masks), bool)
-    complete[rows[masks.ids == np.asarray(output.token_ids, np.int32)[rows]]] = True
-    if not complete.all():
+def check_selected(request_id: str, selected: NDArray[np.uint8], first: int, top_k: int) -> None:
+    """Raise RecordingError unless every token after the first `top_k` of the context has a
+    selection of `top_k` positions in every layer. The first row of `selected` belongs to the token
+    at position `first`."""
+    counts = np.bitwise_count(selected[max(0, top_k - first) :]).sum(-1, dtype=np.int64)
+    if (counts != top_k).any():
         raise RecordingError(
-            f"request {request_id}: the sampling mask of token {int(np.argmin(complete))} of the "
-            "completion does not hold the token itself"
+            f"request {request_id}: some of its tokens have no complete selection of sparse "
+            "attention, so the trainer cannot replay the completion"
         )
-    return masks

@@ -8,6 +8,7 @@ The scheduler keeps log-probabilities and sampling masks in arrays that cover wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.configs.schema import SamplingConfig
+from keel.rl.types import Recordings
 from keel.rollout.recording.base import (
     Recorder,
     Recording,
@@ -22,8 +24,9 @@ from keel.rollout.recording.base import (
     check_count,
     check_routed,
     core_of,
+    default_top_k,
+    sort_masks,
 )
-from keel.rollout.recording.native import default_top_k, sort_masks
 from keel.rollout.vllm_fast.scheduler import AsyncFastScheduler
 from keel.rollout.vllm_fast.step_arrays import UNMASKED, PackedRecording
 
@@ -78,39 +81,34 @@ class PackedRecorder(Recorder):
         check_count(request_id, "logprobs", len(logp), sampled)
         if not np.isfinite(logp).all():
             self.forget(request_id)
-            return Recording(logp=logp, sampling_mask=None, routes=None)
+            return Recording(logp)
         masks = routes = None
         if options.routes:
-            first, tokens = options.routes_from, prompt_tokens + sampled - 1
-            blocks = self._scheduler.finished_blocks[request_id]
-            routes = self._rows(
-                *(request_id, blocks, first, tokens),
-                lambda _, first, n: self._finished_rows(request_id, first)[: n - first],
-            )
-            check_count(request_id, "rows of routes", len(routes), tokens - first)
+            first = options.routes_from
+            count = prompt_tokens + sampled - 1 - first
+            read = partial(self._finished_rows, request_id, first, count)
+            routes = self._rows(request_id, count, read)
+            check_count(request_id, "rows of routes", len(routes), count)
             check_routed(request_id, routes)
         if options.sampling_mask:
             masks = sort_masks(request_id, packed.sampling_masks(), output)
-        return Recording(logp=np.asarray(logp, np.float32), sampling_mask=masks, routes=routes)
+        arrays = Recordings(routes_RLK=routes, sampling_mask=masks)
+        return Recording(np.asarray(logp, np.float32), arrays)
 
-    def _finished_rows(self, request_id: str, first: int) -> NDArray[np.int16]:
-        """Return the routes of a request that finished in the last step, starting at position
-        `first`.
-
-        The same call also reads and caches the routes of all other requests that finished in that
-        step.
-        """
+    def _finished_rows(self, request_id: str, first: int, count: int) -> NDArray[np.int16]:
+        """Return `count` rows of routes, starting at position `first`, of a request that finished
+        in the last step. If other requests finished in that step, their routes are read in the same
+        call and kept for their own `take`."""
         if request_id not in self._ahead:
             blocks: dict[str, list[int]] = self._scheduler.finished_blocks
-            others = {
-                n: o.routes_from for n, o in self._options.items() if o.routes and n in blocks
-            }
-            ahead = {request_id: first, **dict(islice(others.items(), _READ_AHEAD - 1))}
+            others = (n for n, o in self._options.items() if o.routes and n in blocks)
+            starts = {n: self._options[n].routes_from for n in islice(others, _READ_AHEAD - 1)}
+            starts = {request_id: first, **starts}
             rows = self._engine.collective_rpc(
-                "keel_finished_routes", args=([(blocks[n], ahead[n]) for n in ahead],)
+                "keel_finished_routes", args=([(blocks[n], starts[n]) for n in starts],)
             )[0]
-            self._ahead = dict(zip(ahead, rows, strict=True))
-        return self._ahead.pop(request_id)
+            self._ahead = dict(zip(starts, rows, strict=True))
+        return self._ahead.pop(request_id)[:count]
 
     def _read(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.int16]:
         return self._engine.collective_rpc("keel_routes", args=(blocks, first, tokens))[0]

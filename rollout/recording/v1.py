@@ -18,7 +18,7 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.outputs import CompletionOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from keel.rl.types import NO_ROUTE, SamplingMasks
+from keel.rl.types import NO_ROUTE, Recordings, SamplingMasks
 from keel.rollout.recording.base import (
     Recorder,
     Recording,
@@ -120,7 +120,7 @@ class V1Recorder(Recorder):
         if self._routes:
             self._table = _RouteTable(runner)
             table = self._table
-            self._save_before_preemption(core_of(engine).scheduler, table.rows, group=table.group)
+            self._save_before_preemption(core_of(engine).scheduler, table.rows, table.group)
 
     def expect(self, request_id: str, options: RecordingOptions) -> None:
         super().expect(request_id, options)
@@ -165,13 +165,12 @@ class V1Recorder(Recorder):
             masks = SamplingMasks.from_lists([step.masks[row] for step, row in draws if step.masks])
         if options.routes:
             assert self._table is not None
-            blocks = self._table.blocks(request_id)
-            last = prompt_tokens + len(tokens) - 1
-            first, read = options.routes_from, self._table.rows
-            routes = self._rows(request_id, blocks, first, last, read)
+            first, last = options.routes_from, prompt_tokens + len(tokens) - 1
+            read = partial(self._table.rows, self._table.blocks(request_id), first, last)
+            routes = self._rows(request_id, last - first, read)
             check_routed(request_id, routes)
         logp = np.array([step.logp[row] for step, row in draws], np.float32)
-        return Recording(logp=logp, sampling_mask=masks, routes=routes)
+        return Recording(logp, Recordings(routes_RLK=routes, sampling_mask=masks))
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)

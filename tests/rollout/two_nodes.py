@@ -53,7 +53,7 @@ class _NoRecorder(Recorder):
         del self._options[request_id]
         rows = zip(output.token_ids, output.logprobs, strict=True)
         logp = np.array([row[token].logprob for token, row in rows], np.float32)
-        return Recording(logp=logp, sampling_mask=None, routes=None)
+        return Recording(logp)
 
 
 def prepare_process() -> None:

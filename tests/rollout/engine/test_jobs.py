@@ -17,16 +17,16 @@ from keel.configs.schema import (
 )
 from keel.model.batch_invariant import VARIABLE
 from keel.model.tiny.tokenizer import build_tokenizer
+from keel.rl.turns import TurnResult
 from keel.rl.types import Group, SamplingMasks
 from keel.rollout.engine.conversion import (
     NOT_FINITE,
-    Completion,
     GroupJob,
     TurnJob,
     _split_message,
     decode_all,
 )
-from keel.rollout.recording.base import Recording, RecordingOptions
+from keel.rollout.recording.base import RecordingOptions
 from keel.rollout.spec import EngineSpec, LostTurn, env_vars
 from tests.rl.rollouts import prompt
 
@@ -41,26 +41,24 @@ JOB: dict[str, Any] = {
 def group(*recordings: dict[str, Any]) -> Group:
     job = GroupJob(**JOB, prompt=prompt(), thinking=False)
     for sibling, recording in enumerate(recordings):
-        job.add(sibling, completion(**recording))
+        job.add(sibling, completion(**recording), "four")
     return job.result()
 
 
-def completion(versions: Any = (4, 5), **recording: Any) -> Completion:
-    fields = {"logp": (-1, -2), "sampling_mask": None, "routes": None, **recording}
-    return Completion(
-        ids=[7, 9],
-        text="four",
-        recording=Recording(**{**fields, "logp": np.array(fields["logp"], np.float32)}),
-        versions=np.array(versions, np.int32),
+def completion(versions: Any = (4, 5), logp: Any = (-1, -2), **recorded: Any) -> TurnResult:
+    return TurnResult(
+        token_ids_N=np.array([7, 9], np.int32),
+        logp_old_N=np.array(logp, np.float32),
+        version_N=np.array(versions, np.int32),
         finish_reason="stop",
-        cached_tokens=0,
+        **recorded,
     )
 
 
 def test_segments_align_recordings() -> None:
     masks = SamplingMasks.from_lists([[7, 8], [9]])
     routes = np.arange(4 * 3 * 2, dtype=np.int16).reshape(4, 3, 2)
-    whole, empty = group({"sampling_mask": masks, "routes": routes}, {}).trajectories
+    whole, empty = group({"sampling_mask": masks, "routes_RLK": routes}, {}).trajectories
     (built,) = whole.segments
     assert built.token_ids_T.tolist() == [1, 2, 3, 7, 9]
     assert built.trainable_T.tolist() == [False, False, False, True, True]
@@ -79,12 +77,12 @@ def test_segments_align_recordings() -> None:
         ("logp", np.zeros(3, np.float32)),
         ("version", np.zeros(1, np.int32)),
         ("sampling_mask", SamplingMasks.empty(5)),
-        ("routes", np.zeros((5, 3, 2), np.int16)),
+        ("routes", np.zeros((3, 3, 2), np.int16)),
     ],
 )
 def test_recordings_of_a_wrong_length_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
-        group({"versions" if name == "version" else name: value})
+        group({{"version": "versions", "routes": "routes_RLK"}.get(name, name): value})
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
@@ -93,7 +91,7 @@ def test_non_finite_completions_are_dropped_alone(value: float) -> None:
     assert [trajectory.sibling for trajectory in sampled.trajectories] == [1]
     assert sampled.dropped == (NOT_FINITE,)
     turn = TurnJob(**JOB)
-    turn.add(0, completion(logp=(-1, value)))
+    turn.add(0, completion(logp=(-1, value)), "")
     lost = pickle.loads(pickle.dumps(turn.result()))  # as from the engine's process
     assert isinstance(lost, LostTurn) and str(lost) == NOT_FINITE
 

@@ -11,10 +11,9 @@ from keel.rl.types import NO_ROUTE
 from keel.rollout.recording.base import (
     RecordingOptions,
     check_routed,
-    check_selected,
     recorder_name,
 )
-from keel.rollout.recording.native import NativeRecorder
+from keel.rollout.recording.native import NativeRecorder, check_selected
 from keel.rollout.spec import WIDEST_MASK, RecordingError
 
 PROMPT = 3
@@ -64,12 +63,13 @@ def recorder(options: RecordingOptions = BOTH) -> NativeRecorder:
 
 def test_outputs_become_recordings() -> None:
     native = recorder()
-    recording = native.take("r", PROMPT, output())
-    assert recording.logp.tolist() == [-0.5, -1.5]
-    assert recording.sampling_mask is not None and recording.routes is not None
-    assert [recording.sampling_mask[t].tolist() for t in range(2)] == [[7, 8], [9]]
-    assert recording.routes.dtype == np.int16 and len(recording.routes) == PROMPT + 1
-    assert recording.routes[0].tolist() == [[1, 2], [200, 0]]
+    logp, arrays = native.take("r", PROMPT, output())
+    assert logp.tolist() == [-0.5, -1.5]
+    masks, routes = arrays.sampling_mask, arrays.routes_RLK
+    assert masks is not None and routes is not None
+    assert [masks[t].tolist() for t in range(2)] == [[7, 8], [9]]
+    assert routes.dtype == np.int16 and len(routes) == PROMPT + 1
+    assert routes[0].tolist() == [[1, 2], [200, 0]]
     assert not native._options
 
 
@@ -102,14 +102,14 @@ def test_non_finite_completions_skip_other_checks(value: float) -> None:
     }
     recording = native.take("r", PROMPT, output(**changes))
     assert np.array_equal(recording.logp, np.array([-1, value], np.float32), equal_nan=True)
-    assert recording.sampling_mask is None and recording.routes is None
+    assert recording.arrays.sampling_mask is None and recording.arrays.routes_RLK is None
     assert not native._options
 
 
 def test_evaluation_records_log_probabilities_only() -> None:
     native = recorder(NEITHER)
     recording = native.take("r", PROMPT, output(sampling_mask=None, routed_experts=None))
-    assert recording.sampling_mask is None and recording.routes is None
+    assert recording.arrays.sampling_mask is None and recording.arrays.routes_RLK is None
     args = native.sampling_args(SamplingConfig(), NEITHER)
     assert args["top_k"] == WIDEST_MASK and args["logprobs"] == 0
 
@@ -139,20 +139,20 @@ def test_choice_of_the_recorder(
             choose()
 
 
-def test_an_incomplete_selection_names_the_token() -> None:
+def test_an_incomplete_selection_is_refused() -> None:
     selected = np.zeros((6, 2, 2), np.uint8)
     selected[2:, :, 0] = 0b111
     check_selected("r", selected, 1, 3)  # the first two rows attend to their whole contexts
     selected[4, 1, 0] = 0b11
-    with pytest.raises(RecordingError, match=r"request r: 1 .*position 5"):
+    with pytest.raises(RecordingError, match="request r"):
         check_selected("r", selected, 1, 3)
 
 
-def test_a_missing_route_names_the_token() -> None:
+def test_a_missing_route_is_refused() -> None:
     routes = np.ones((4, 2, 2), np.int16)
     check_routed("r", routes)
     check_routed("r", routes[:0])
     check_routed("r", np.zeros((4, 2, 1), np.int16))  # a single expert per token may be expert 0
     routes[2, 1] = NO_ROUTE
-    with pytest.raises(RecordingError, match=r"request r: 1 .*token 2"):
+    with pytest.raises(RecordingError, match="request r"):
         check_routed("r", routes)
