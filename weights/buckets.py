@@ -22,7 +22,7 @@ from transformers.utils.hub import cached_file
 
 from keel.model.transformers_internals import unused_tensor_patterns
 
-_ALIGNMENT = 64  # alignment of tensors in bytes, so that they can be used without copying
+ALIGNMENT = 64  # alignment of tensors in bytes, so that they can be used without copying
 
 
 class TensorEntry(NamedTuple):
@@ -65,27 +65,6 @@ class Bucket:
 
 FlatBucket = tuple[tuple[TensorEntry, ...], Tensor]
 """A bucket on the device of its tensors: the tensor table and the bytes as one flat tensor."""
-
-
-def pack_flat(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[FlatBucket]:
-    """Pack named tensors into buckets of at most `bucket_bytes` plus padding, and yield the
-    buckets. All tensors must be on the same device. A larger tensor gets a separate bucket. A
-    bucket and its original tensors both stay in memory until the next bucket is started."""
-    entries: list[TensorEntry] = []
-    parts: list[Tensor] = []
-    size = 0
-    for name, tensor in tensors:
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        if entries and size + flat.numel() > bucket_bytes:
-            yield tuple(entries), torch.cat(parts)
-            entries, parts, size = [], [], 0
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), offset=size))
-        padding = -flat.numel() % _ALIGNMENT
-        parts += [flat, flat.new_zeros(padding)] if padding else [flat]
-        size += flat.numel() + padding
-    if entries:
-        yield tuple(entries), torch.cat(parts)
 
 
 def in_host_memory(buckets: Iterable[FlatBucket]) -> Iterator[Bucket]:

@@ -95,7 +95,8 @@ class Channel:
         end = time.monotonic() + self._timeout_s
         late = (
             f"{flat.numel() / 2**20:.0f} MiB of weights did not get through in "
-            f"{self._timeout_s:g} s (rollout.update_timeout_s) over {self._group.name()}"
+            f"{self._timeout_s:g} s (rollout.update_timeout_s) over {self._group.name()}. If none "
+            "ever do, NCCL_DEBUG=INFO says why, and rollout.weight_transfer: store avoids it"
         )
 
         def call(operation: Callable[[], Any]) -> Any:
@@ -193,7 +194,7 @@ class Mailbox:
         count = 0
         if args and isinstance(bucket := args[0], Bucket):
             entries, count = bucket.entries, len(bucket.entries)
-            if self._tables.get(entries[0].name) is entries:  # the engine has it, too
+            if self._tables.get(entries[0].name) == entries:  # the engine has it, too
                 args = (Bucket(entries=entries[:1], data=bucket.data),)
             self._tables[entries[0].name] = entries
         message = count, (method, *args)

@@ -2,8 +2,8 @@
 
 A `BucketPacker` packs the model's checkpoint tensors into buckets. Converting a tensor to its
 checkpoint name takes about 50 µs, and a mixture-of-experts model has tens of thousands of tensors.
-The first update therefore records where each checkpoint tensor is located in the model, and later
-ones copy large contiguous blocks, such as all experts of a layer at once.
+The first update therefore records where each checkpoint tensor is located in the model. Later ones
+copy large contiguous blocks, such as all experts of a layer at once.
 
 A `Sender` sends the buckets of its rank to the engines: through a channel, or in place if an engine
 shares the rank's GPU. Each bucket is announced through the control channel. A single call to the
@@ -11,21 +11,28 @@ engine's actor runs for the whole update, and reports an error if the engine fai
 the other engines continue.
 """
 
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import torch
-from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.exceptions import GetTimeoutError
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from keel.model import ray_timeouts
 from keel.model.load import Named, Whole, as_checkpoint, module_tensors, precision
-from keel.weights.buckets import Bucket, ChannelData, Checksum, FlatBucket, TensorEntry, pack_flat
+from keel.weights.buckets import (
+    ALIGNMENT,
+    Bucket,
+    ChannelData,
+    Checksum,
+    FlatBucket,
+    TensorEntry,
+)
 from keel.weights.channel import Channel, Mailbox, Rendezvous, SharedMemory, gpu_id
 from keel.weights.sync import Outcome, Receiver
 
@@ -55,81 +62,70 @@ class BucketPacker:
         *,
         whole: Whole | None = None,
     ) -> None:
-        """Create a packer. `dtype` is the engines' dtype. See also `pack_flat` and
-        `module_tensors`."""
-        self._model, self._size, self._whole = model, bucket_bytes, whole
+        """Create a packer for buckets of at most `bucket_bytes` plus padding. A larger tensor gets
+        a separate bucket. `dtype` is the engines' dtype. See also `module_tensors`."""
+        self._model, self._bucket_bytes, self._whole = model, bucket_bytes, whole
         self._in_engine_dtype = precision(model, dtype)
-        self._tables: list[tuple[tuple[TensorEntry, ...], int]] = []
-        """Tensor table and size in bytes of each bucket."""
-        self._runs: list[list[_ContiguousRun]] = []
+        self._planned = False
+        self._tables: list[list[TensorEntry]] = []
+        self._sizes: list[int] = []  # of the buckets, in bytes
+        self._runs: list[list[_ContiguousRun]] = []  # of each module
         self._computed: set[int] = set()
         """Modules whose checkpoint tensors are not simply parts of the module's tensors."""
 
     def buckets(self) -> Iterator[FlatBucket]:
-        """Pack the current weights and yield the buckets. The first call needs as much memory as
-        `pack_flat`. Later calls hold only one bucket and one module in memory at a time."""
-        return self._replay() if self._tables else self._record()
-
-    def _record(self) -> Iterator[FlatBucket]:
-        origins: dict[str, tuple[int, str, int]] = {}
-        computed: set[int] = set()
-        modules = 0
-
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            nonlocal modules
-            for index, local in enumerate(module_tensors(self._model, whole=self._whole)):
-                modules += 1
-                named = self._named(local)
-                places = {name: _find_source(tensor, local) for name, tensor in named.items()}
-                if None in places.values():
-                    computed.add(index)
-                    places = {name: (name, 0) for name in named}
-                own_origins = {name: (index, *place) for name, place in places.items() if place}
-                origins.update(own_origins)
-                # Memory order lets neighbours form one run.
-                for name in sorted(named, key=own_origins.__getitem__):
-                    yield name, self._in_engine_dtype(name, named[name])
-
-        tables: list[tuple[tuple[TensorEntry, ...], int]] = []
-        for entries, flat in pack_flat(tensors(), self._size):
-            tables.append((entries, flat.numel()))
-            yield entries, flat
-        runs: list[list[_ContiguousRun]] = [[] for _ in range(modules)]
-        for number, (entries, _) in enumerate(tables):
-            for entry in entries:
-                module, source, start = origins[entry.name]
-                dtype = getattr(torch, entry.dtype)
-                _append_run(
-                    runs[module],
-                    _ContiguousRun(source, start, entry.numel, number, entry.offset, dtype),
-                )
-        self._tables, self._runs, self._computed = tables, runs, computed
-
-    def _named(self, local: Named) -> Named:
-        try:
-            with _SkipContiguous():
-                return as_checkpoint(self._model, local)
-        except RuntimeError:  # a conversion that needs a contiguous tensor
-            return as_checkpoint(self._model, local)
-
-    def _replay(self) -> Iterator[FlatBucket]:
+        """Pack the current weights and yield the buckets. Only one bucket and one module are in
+        memory at a time."""
+        if not self._planned:
+            self._tables, self._sizes, self._runs, self._computed = [], [], [], set()
         number, flat = -1, torch.empty(0)
-        modules = module_tensors(self._model, whole=self._whole)
-        for index, (local, runs) in enumerate(zip(modules, self._runs, strict=True)):
+        for index, local in enumerate(module_tensors(self._model, whole=self._whole)):
+            if not self._planned:
+                self._runs.append(self._plan(local))
             sources = as_checkpoint(self._model, local) if index in self._computed else local
-            for run in runs:
+            for run in self._runs[index]:
+                end = run.at + run.count * run.dtype.itemsize
                 if run.bucket != number:
                     if number >= 0:
-                        yield self._tables[number][0], flat
+                        yield tuple(self._tables[number]), flat[: self._sizes[number]]
                         flat = torch.empty(0)  # frees memory for the next one
                     number, device = run.bucket, sources[run.source].device
-                    flat = torch.zeros(self._tables[number][1], dtype=torch.uint8, device=device)
+                    most = max(self._bucket_bytes, end) + ALIGNMENT  # as more tensors may follow
+                    size = self._sizes[number] if self._planned else most
+                    flat = torch.zeros(size, dtype=torch.uint8, device=device)
                 part = sources[run.source].reshape(-1)[run.start : run.start + run.count]
                 if run.count:
-                    end = run.at + run.count * run.dtype.itemsize
                     flat[run.at : end].view(run.dtype).copy_(part)
+        self._planned = True
         if number >= 0:
-            yield self._tables[number][0], flat
+            yield tuple(self._tables[number]), flat[: self._sizes[number]]
+
+    def _plan(self, local: Named) -> list[_ContiguousRun]:
+        """Add the next module's checkpoint tensors to the tables, and return how to copy them."""
+        try:
+            with _SkipContiguous():
+                named = as_checkpoint(self._model, local)
+        except RuntimeError:  # a conversion that needs a contiguous tensor
+            named = as_checkpoint(self._model, local)
+        places = {name: _find_source(tensor, local) for name, tensor in named.items()}
+        found = {name: place for name, place in places.items() if place is not None}
+        if len(found) < len(places):
+            self._computed.add(len(self._runs))
+            found = {name: (name, 0) for name in named}
+        runs: list[_ContiguousRun] = []
+        for name in sorted(named, key=found.__getitem__):  # neighbours in memory form one run
+            tensor = named[name]
+            dtype = self._in_engine_dtype(name, tensor.new_empty(0)).dtype
+            length = tensor.numel() * dtype.itemsize
+            if not self._sizes or self._sizes[-1] + length > self._bucket_bytes:
+                self._tables.append([])
+                self._sizes.append(0)
+            bucket, at = len(self._sizes) - 1, self._sizes[-1]
+            entry = TensorEntry(name, str(dtype).removeprefix("torch."), tuple(tensor.shape), at)
+            self._tables[-1].append(entry)
+            self._sizes[-1] += length + -length % ALIGNMENT
+            _append_run(runs, _ContiguousRun(*found[name], tensor.numel(), bucket, at, dtype))
+        return runs
 
 
 class _SkipContiguous(TorchFunctionMode):
@@ -171,33 +167,29 @@ def _append_run(runs: list[_ContiguousRun], run: _ContiguousRun) -> None:
 
 @dataclass(slots=True)
 class _Link:
+    """The connection from a rank to one engine."""
+
     actor_hash: int
     """Hash of the actor handle, to detect a replaced engine. Storing the handle would keep the
     actor alive."""
     mailbox: Mailbox
     channel: Channel | None  # None if the engine and the rank share a GPU
     memory: SharedMemory = field(default_factory=SharedMemory)
-    receiving: Any = None
-    sending: bool = False
-    """True while a bucket is sent through the channel, and after sending failed."""
-    reached: bool = False
+    receiving: Any = None  # the engine's `receive` call of this update
 
     def send(self, bucket: FlatBucket) -> None:
         """Send a bucket and return once the engine has received the bytes. The engine loads them
         while the next bucket is being packed."""
         entries, flat = bucket
         self.mailbox.wait(self._check)
-        if self.channel is None:
-            self.mailbox.put("load_bucket", Bucket(entries=entries, data=self.memory.write(flat)))
-            return
-        self.mailbox.put("load_bucket", Bucket(entries=entries, data=ChannelData(flat.numel())))
-        self.sending = True
-        try:
-            self.channel.send(flat, self._check)
-        except ConnectionError:
-            _raise_failure(self.receiving)
-            raise
-        self.sending, self.reached = False, True
+        data = self.memory.write(flat) if self.channel is None else ChannelData(flat.numel())
+        self.mailbox.put("load_bucket", Bucket(entries=entries, data=data))
+        if self.channel is not None:
+            try:
+                self.channel.send(flat, self._check)
+            except ConnectionError:
+                _raise_failure(self.receiving)
+                raise
 
     def finish(self, version: int, checksum: int) -> None:
         self.mailbox.wait(self._check)
@@ -220,7 +212,6 @@ class Sender:
     def __init__(self, rendezvous: Rendezvous, device: torch.device, *, timeout_s: float) -> None:
         self._rendezvous, self._device, self._timeout_s = rendezvous, device, timeout_s
         self._links: dict[int, _Link] = {}
-        self._reached = False
 
     def send(
         self, buckets: Iterator[FlatBucket], receivers: Sequence[Receiver], version: int
@@ -229,15 +220,16 @@ class Sender:
         all of `buckets` even if every engine fails, because under ZeRO-3 the other ranks take part
         in gathering each bucket."""
         outcomes: dict[int, Outcome] = {}
-        remaining, first = list(receivers), not self._reached
+        remaining = list(receivers)
 
-        def for_each(act: Callable[..., None], *args: Any) -> None:
+        def for_each(act: Callable[[Receiver], None]) -> None:
             for receiver in tuple(remaining):
                 try:
-                    act(receiver, *args)
+                    act(receiver)
                 except Exception as error:  # the other engines continue
                     remaining.remove(receiver)
-                    outcomes[receiver.index] = self._failure(receiver.index, error, first=first)
+                    self._unlink(receiver.index)
+                    outcomes[receiver.index] = _outcome_of(error)
 
         checksum, begun = Checksum(), False
         for bucket in buckets:
@@ -246,33 +238,14 @@ class Sender:
                 begun = True
             if receivers:
                 checksum.add(bucket[1])
-            for_each(lambda receiver, bucket: self._links[receiver.index].send(bucket), bucket)
-            self._reached |= any(link.reached for link in self._links.values())
+            for_each(partial(self._send_bucket, bucket))
             del bucket  # frees memory for the next one
         total = checksum.value()
         for_each(lambda receiver: self._links[receiver.index].finish(version, total))
         return {**outcomes, **{receiver.index: version for receiver in remaining}}
 
-    def _failure(self, index: int, error: Exception, *, first: bool) -> Exception:
-        link = self._links.get(index)
-        self._unlink(index)
-        cause = error.cause if isinstance(error, RayTaskError) else None
-        failure = cause if isinstance(cause, Exception) else error
-        if isinstance(failure, ConnectionError):
-            # Either end may have noticed; the other may be gone before Ray knows.
-            failure = TimeoutError(str(failure))
-        unreached = first and link is not None and link.sending and not link.reached
-        if isinstance(failure, TimeoutError) and unreached:
-            failure = RuntimeError(
-                f"engine {index} cannot be reached from {socket.gethostname()}: {failure}. Set "
-                "rollout.weight_transfer to store, or see what NCCL does with NCCL_DEBUG=INFO; "
-                "NCCL_SOCKET_IFNAME names the network interface to use"
-            )
-        for each in (error, failure):
-            while each is not None:  # frames in tracebacks would keep buckets in GPU memory
-                each.__traceback__ = None
-                each = each.__cause__ or each.__context__
-        return failure
+    def _send_bucket(self, bucket: FlatBucket, receiver: Receiver) -> None:
+        self._links[receiver.index].send(bucket)
 
     def _begin(self, receiver: Receiver) -> None:
         index, actor = receiver.index, receiver.actor
@@ -309,8 +282,7 @@ class Sender:
             if channel is not None:
                 channel.close()
             raise
-        mailbox = Mailbox(self._rendezvous, name, timeout_s=timeout_s)
-        return _Link(hash(actor), mailbox, channel)
+        return _Link(hash(actor), Mailbox(self._rendezvous, name, timeout_s=timeout_s), channel)
 
     def _get(self, answer: Any, what: str) -> Any:
         try:
@@ -318,6 +290,19 @@ class Sender:
         except GetTimeoutError as error:
             late = f"waited {self._timeout_s:g} s (rollout.update_timeout_s) for {what}"
             raise TimeoutError(late) from error
+
+
+def _outcome_of(error: Exception) -> Exception:
+    cause = ray_timeouts.cause(error)
+    outcome = cause if isinstance(cause, Exception) else error
+    if isinstance(outcome, ConnectionError):
+        # Either end may have noticed; the other may be gone before Ray knows.
+        outcome = TimeoutError(str(outcome))
+    for each in (error, outcome):
+        while each is not None:  # frames in tracebacks would keep buckets in GPU memory
+            each.__traceback__ = None
+            each = each.__cause__ or each.__context__
+    return outcome
 
 
 def _raise_failure(answer: Any, wait_s: float | None = None) -> None:

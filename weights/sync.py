@@ -5,15 +5,17 @@ An update makes these calls:
     WeightSync.push                   once per weight update of the loop
       Learner.put_engines_to_sleep    waits until the weights fit on the GPUs
       Learner.put_weights             waits until all buckets are in the object store; not if direct
-      RolloutPool.update              EngineSupervisor on the pool's thread
-        EngineSupervisor              calls the `Transfer`, again for engines that restart
+      EpisodeRunner.updating          the `before` call; seeds of later episodes
+      RolloutPool.update              on the pool's thread
+        RolloutPool._load             calls the `Transfer`, again for engines that restart
           Learner.send                TrainerWorker.send on every rank
             Sender (rank)             calls RolloutWorker.receive on each of its engines;
-                                      Begin, Bucket …, Finish through the control channel;
+                                      messages through a `Mailbox`;
                                       bytes through NCCL or gloo, or in place on a shared GPU
             RolloutWorker.receive     EngineThread.receive, which carries out each message
           or, through the store       RolloutWorker.update on every engine;
                                       bytes through Ray's object store
+    BatchStream.track_adoption        counts the batch as adopted once the update is done
 
 Both paths end in the same calls on the engine: `begin_update`, `load_bucket` for each bucket and
 `finish_update` go from `EngineThread` to `VllmEngine`, and from there to `WeightsExtension` in
@@ -23,7 +25,7 @@ vLLM's workers.
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from keel.model import ray_timeouts
 
@@ -44,23 +46,13 @@ Transfer = Callable[[Sequence[Receiver]], Sequence[Future[int]]]
 engine samples from."""
 
 
-class _WeightSource(Protocol):
-    def put_engines_to_sleep(self) -> None: ...
-    def put_weights(self) -> Sequence[Any]: ...
-    def send(self, receivers: Sequence[Receiver]) -> Sequence[Future[int]]: ...
-
-
-class _WeightTarget(Protocol):
-    def update(self, version: int, transfer: Transfer) -> Future[None]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class WeightSync:
     """Sends the trainer's weights to every engine: directly from the ranks if `direct` is set,
     otherwise through Ray's object store."""
 
-    source: _WeightSource
-    engines: _WeightTarget
+    source: Any  # `keel.trainer.learner.Learner`
+    engines: Any  # `keel.rollout.pool.RolloutPool`
     direct: bool
     before: Callable[[int], None] = lambda _: None
     """Called with the version just before the engines receive weights."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from keel.weights.buckets import Bucket, ChannelData, Checksum, TensorEntry, pack_flat, unpack_flat
+from keel.weights.buckets import Bucket, ChannelData, Checksum, TensorEntry, unpack_flat
 from keel.weights.channel import (
     Channel,
     Mailbox,
@@ -19,6 +19,7 @@ from keel.weights.channel import (
     attempt,
     call_workers,
 )
+from tests.buckets import pack_flat
 from tests.waiting import PATIENCE_S, wait_for, within_some
 
 CPU = torch.device("cpu")

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.weights.buckets import FlatBucket, TensorEntry, pack_flat
+from keel.weights.buckets import FlatBucket, TensorEntry
 from keel.weights.copy_plan import CopyPlan, _CopyPiece, _merge_pieces, _simplify_dims
+from tests.buckets import pack_flat
 
 BF16 = torch.bfloat16
 _Placed = tuple[TensorEntry, tuple[_CopyPiece, ...]]

@@ -15,10 +15,11 @@ from ray.exceptions import RayActorError
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rollout.engine.worker import EngineThread
-from keel.weights.buckets import Bucket, ChannelData, Checksum, FlatBucket, pack_flat, unpack_flat
+from keel.weights.buckets import Bucket, ChannelData, Checksum, FlatBucket, unpack_flat
 from keel.weights.channel import Channel, Rendezvous
 from keel.weights.sender import Sender
 from keel.weights.sync import Receiver
+from tests.buckets import pack_flat
 from tests.waiting import PATIENCE_S, start_local_ray, within_some
 
 pytestmark = pytest.mark.e2e

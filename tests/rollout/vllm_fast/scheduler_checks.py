@@ -4,6 +4,7 @@ recordings. This module imports vLLM."""
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -369,7 +370,8 @@ class RoutedPlay(Play):
             tokens = len(self.contexts[name]) + len(self.answers[name]) - 1
             blocks = self.scheduler.finished_blocks.pop(name)  # type: ignore[attr-defined]
             first = self.wanted[name].routes_from
-            rows = self.saver._rows(name, blocks, first, tokens, self.read)
+            read = partial(self.read, blocks, first, tokens)
+            rows = self.saver._rows(name, tokens - first, read)
             versions = self.versions[name]
             assert rows[:, 1].tolist() == list(range(first, tokens))
             of_all = [versions[0]] * len(self.contexts[name]) + versions[1:]

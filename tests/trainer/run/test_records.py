@@ -19,7 +19,7 @@ from keel.configs.schema import AlarmsConfig, RunConfig
 from keel.model import ray_timeouts
 from keel.rl.metrics import Mean, Sum
 from keel.rl.types import ScoredGroup, Segment, TokenNumbers, Usage, Verdict
-from keel.rollout.engine.worker import detach
+from keel.rollout.engine.worker import attach, detach
 from keel.rollout.spec import GroupRequest
 from keel.trainer.run.journal import (
     _ALARMS,
@@ -265,6 +265,7 @@ def test_recordings_are_saved_one_segment_at_a_time(
     whole, load, arrays = scored(answers, [0.0, 1.0, 0.0]), Segment.loaded, list[Any]()
     monkeypatch.setattr("keel.rollout.engine.worker.STORED_BYTES", 1)
     light, *stored = detach(GroupRequest(whole.group.prompt, 3), whole.group)
+    light = attach(light, range(3))
 
     def loaded(one: Segment, recordings: Any) -> Segment:
         assert all(array() is None for array in arrays)
