@@ -184,7 +184,7 @@ class Keel:
 
     def __init__(self, arm: Arm, folder: str, size: Size) -> None:
         from keel.rollout.engine import vllm_engine  # noqa: PLC0415
-        from keel.rollout.engine.thread import EngineThread  # noqa: PLC0415
+        from keel.rollout.engine.worker import EngineThread  # noqa: PLC0415
 
         built = vllm_engine.engine_args
 
