@@ -19,7 +19,7 @@ from keel.rollout.pool import (
 )
 from keel.rollout.spec import EngineError, EngineProgress
 from tests.rl.rollouts import prompt
-from tests.rollout.pool.fake_engines import (
+from tests.rollout.fake_engines import (
     FakeEngine,
     World,
     dies_once,
