@@ -1,10 +1,10 @@
 """Search for the fastest layout that fits the hardware, by varying the knobs that a recipe leaves
 unset.
 
-Layouts within a factor `_TIE` of the fastest count as equally fast. Among these, the search prefers
-the lowest ZeRO stage, and then the lowest memory use. Layouts that leave less spare memory than the
-error of the memory model are a fallback if nothing else fits. Keeping the optimizer in host memory
-is the last resort.
+Among layouts within a factor `_TIE` of the fastest, the search prefers the lowest ZeRO stage, and
+then the lowest peak memory of a rank. Layouts that leave less spare memory than the error of the
+memory model are a fallback if nothing else fits. Keeping the optimizer in host memory is the last
+resort.
 """
 
 import math
@@ -83,19 +83,6 @@ class Layout:
     plan: Plan
     shared: bool
     cost: float  # seconds per step, including the compile time spread over all steps
-
-    @property
-    def rank(self) -> tuple[int, float, float]:
-        engine, needs = self.plan.engine.total / GIB, self.plan.peak / GIB
-        if self.config.data.sources:
-            if not self.shared:
-                needs = max(engine, needs)
-            elif self.config.rollout.time_share:
-                stays = memory.staying_gib(self.config, self.plan.trainer, self.plan.offload)
-                needs = max(engine + stays, needs)
-            else:
-                needs += engine
-        return self.config.trainer.zero_stage, needs, self.cost
 
 
 class _Strictness(NamedTuple):
@@ -307,7 +294,7 @@ class LayoutSearch:
             if self.candidates:
                 fastest = min(layout.cost for layout in self.candidates)
                 tied = [layout for layout in self.candidates if layout.cost <= _TIE * fastest]
-                return min(tied, key=lambda layout: layout.rank)
+                return min(tied, key=lambda each: (each.config.trainer.zero_stage, each.plan.peak))
         return None
 
     def iterate_fitting(self) -> Iterator[Layout]:
@@ -321,38 +308,34 @@ class LayoutSearch:
                 # same GPU the memory to sample faster.
                 largest = bisect_left(sizes, True, key=partial(self._rank_fits, seats))
                 for learning in sizes[largest:]:
-                    here = [*self._with_engine({**seats, **learning})]
-                    yield from here
-                    fastest = min([fastest, *(layout.cost for layout in here)])
-                    done = [layout.cost for layout in here if not self._squeezed(layout)]
+                    layouts = [*self._with_engine({**seats, **learning})]
+                    yield from layouts
+                    fastest = min([fastest, *(layout.cost for layout in layouts)])
+                    done = [each.cost for each in layouts if not self._squeezed(each)]
                     if done and min(done) > _TIE * fastest:
                         break
 
     def _with_engine(self, values: Values) -> Iterator[Layout]:
-        """Yield the layouts that fit in memory, stopping after the first that needs no time-sharing
-        and whose engine cache can hold all sequences at once."""
         for turns in self.sharing_modes:
             if self._try_placement({**values, **turns}) is None:
                 continue
             for sampling in self.sequence_counts(values, fewer=self.strictness.fewer):
                 if layout := self.layout({**values, **turns, **sampling}):
                     yield layout
-                    if self._unrestricted(layout):
+                    if self._samples_all_at_once(layout):
                         if not layout.config.rollout.time_share:
                             return
                         break
 
-    def _unrestricted(self, layout: Layout) -> bool:
+    def _samples_all_at_once(self, layout: Layout) -> bool:
         config = layout.config
-        sequences = engine_sequences(config)
-        if sequences > (layout.plan.cached or 0):
-            return False
         most = self.sequence_counts({"rollout.engines": config.rollout.engines}, fewer=False)[0]
-        return engine_sequences(with_values(config, most)) == sequences
+        sequences = engine_sequences(with_values(config, most))
+        return engine_sequences(config) == sequences <= (layout.plan.cached or 0)
 
     def _squeezed(self, layout: Layout) -> bool:
-        turns = layout.config.rollout.time_share and "rollout.time_share" in self.open_knobs
-        return layout.shared and (turns or not self._unrestricted(layout))
+        turns = layout.config.rollout.time_share
+        return layout.shared and (turns or not self._samples_all_at_once(layout))
 
     def _rank_fits(self, seats: Values, learning: Values) -> bool:
         try:

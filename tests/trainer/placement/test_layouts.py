@@ -150,7 +150,7 @@ CHOICES: list[tuple[Any, ...]] = [
     ("0.6b", 1, 79.0, LARGE, {}, {"max_num_seqs": 256}),
     ("8b", 1, 139.0, recipe(max_lag=1), {}, {"time_share": False}),
     # The output of attention is kept only in long contexts, and not under ZeRO 3.
-    ("1.7b", 1, 50.0, LONG, {}, {"keep_attention": True}),
+    ("0.6b", 1, 46.0, LONG, {}, {"keep_attention": True}),
     ("8b", 8, 139.0, LONG, GATHERED, {"keep_attention": False}),
     # Engines that are fixed, or a judge, leave the rest to ranks.
     ("1.7b", 8, 79.0, THREE, {"rollout__engines": 3}, {"ranks": 5, "engines": 3}),
