@@ -59,82 +59,58 @@ class CostRates:
 _REASONS = 3  # maximum number of reasons for missing completions that one warning lists
 
 
-@dataclass(frozen=True, slots=True)
-class _Alarm:
-    """A metric to watch, the knob that sets its limit, and the warning to print if it crosses the
-    limit. `problem` is a format string for the metric's value."""
-
-    knob: str
-    metric: str
-    problem: str
-    remedy: str
-    below: bool = False
-
-
-_ALARMS = (
-    _Alarm(
-        "truncated",
+_ALARMS = {
+    "truncated": (
         "rollout/truncated_fraction",
-        "{:.0%} of the completions hit max_tokens",
-        "raise rollout.sampling.max_tokens",
+        "{:.0%} of the completions hit max_tokens; raise rollout.sampling.max_tokens",
     ),
-    _Alarm(
-        "uniform",
+    "uniform": (
         "rollout/uniform_group_fraction",
-        "in {:.0%} of the groups all completions have the same reward",
-        "use easier or harder prompts (keel filter) or a larger algorithm.group_size",
+        "in {:.0%} of the groups all completions have the same reward; use easier or harder "
+        "prompts (keel filter) or a larger algorithm.group_size",
     ),
-    _Alarm(
-        "reward_errors",
+    "reward_errors": (
         "reward/error",
-        "a reward part failed in {:.1%} of the completions and counts 0",
-        "read rewards/ in the run folder",
+        "a reward part failed in {:.1%} of the completions and counts 0; read rewards/ in the run "
+        "folder",
     ),
-    _Alarm(
-        "mismatch",
+    "mismatch": (
         "mismatch/logp_abs",
-        "engines and trainer differ by {:.2g} nats per token",
-        "see docs/alarms.md",
+        "engines and trainer differ by {:.2g} nats per token; see docs/alarms.md",
     ),
-    _Alarm(
-        "routing_fallback",
+    "routing_fallback": (
         "routing/fallback_fraction",
-        "{:.1%} of the tokens have no recorded routes, so the trainer chose their experts",
-        "see docs/alarms.md",
+        "{:.1%} of the tokens have no recorded routes, so the trainer chose their experts; see "
+        "docs/alarms.md",
     ),
-    _Alarm(
-        "masked",
+    "masked": (
         "mask/sequence_fraction",
-        "{:.0%} of the sequences are masked as too far off-policy",
-        "lower trainer.lr, algorithm.max_lag or algorithm.updates_per_batch",
+        "{:.0%} of the sequences are masked as too far off-policy; lower trainer.lr, "
+        "algorithm.max_lag or algorithm.updates_per_batch",
     ),
-    _Alarm(
-        "kl",
+    "kl": (
         "kl/ref",
-        "the policy is {:.2g} nats per token away from the reference",
-        "raise data.sources[].kl_coef or lower trainer.lr",
+        "the policy is {:.2g} nats per token away from the reference; raise "
+        "data.sources[].kl_coef or lower trainer.lr",
     ),
-    _Alarm(
-        "entropy",
+    "entropy": (
         "entropy/kept",
-        "entropy is down to {:.2g} nats per token",
-        "lower trainer.lr or raise algorithm.clip_high",
-        below=True,
+        "entropy is down to {:.2g} nats per token; lower trainer.lr or raise algorithm.clip_high",
     ),
-    _Alarm(
-        "kept_mass",
+    "kept_mass": (
         "sampling/kept_mass",
-        "the policy gives the sampling masks only {:.0%} of its probability",
-        "set algorithm.kept_mass_coef: 1",
-        below=True,
+        "the policy gives the sampling masks only {:.0%} of its probability; set "
+        "algorithm.kept_mass_coef: 1",
     ),
-    _Alarm(
-        "skipped",
+    "skipped": (
         "train/skipped_steps",
-        "{:.0f} optimizer steps had no finite gradient",
-        "lower trainer.lr; keel replay finds the token",
+        "{:.0f} optimizer steps had no finite gradient; lower trainer.lr; keel replay finds the "
+        "token",
     ),
-)
+}
+"""Maps the knob of each alarm's limit to the metric to watch and a warning. The warning is a format
+string for the metric's value."""
+_BELOW = ("entropy", "kept_mass")  # alarms for metrics that are too low
 
 
 class _Alarms:
@@ -151,13 +127,10 @@ class _Alarms:
         """Return the number of active alarms and the warnings to print, at most one per alarm every
         `alarms.every` steps. `groups` are all sampled groups, including discarded ones."""
         active: dict[str, str] = {}
-        for alarm in _ALARMS:
-            limit, value = getattr(self._config, alarm.knob), numbers.get(alarm.metric)
-            if limit and value is not None and (value < limit if alarm.below else value > limit):
-                active[alarm.knob] = (
-                    f"{alarm.problem.format(value)}; {alarm.remedy} "
-                    f"({alarm.metric}, alarms.{alarm.knob} = {limit:g})"
-                )
+        for knob, (metric, text) in _ALARMS.items():
+            limit, value = getattr(self._config, knob), numbers.get(metric)
+            if limit and value is not None and (value < limit if knob in _BELOW else value > limit):
+                active[knob] = f"{text.format(value)} ({metric}, alarms.{knob} = {limit:g})"
         missing, limit = numbers.get("rollout/dropped_completions", 0), self._config.missing
         present = sum(len(group.group.trajectories) for group in groups)
         if limit and missing > limit * (missing + present):

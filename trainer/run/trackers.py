@@ -47,8 +47,8 @@ _MAX_PARAMS, _PARAM_CHARACTERS, _TAG_CHARACTERS = 100, 6000, 5000
 
 
 class _Tracker(Protocol):
-    """Sends a run's metrics and events to an experiment tracker. All methods except `abandon` are
-    called from the same thread and may block. Calls that raise an exception are retried."""
+    """Sends a run's metrics and events to an experiment tracker. All methods are called from the
+    same thread and may block. Calls that raise an exception are retried."""
 
     remedy: str  # advice for the user after a failure
 
@@ -65,10 +65,6 @@ class _Tracker(Protocol):
     def event(self, step: int, time: float, kind: str, text: str) -> None: ...
 
     def close(self, end: RunEnd) -> None: ...
-
-    def abandon(self) -> None:
-        """Stop a tracker whose thread is hanging, so that the process can exit."""
-        ...
 
 
 class _Wandb:
@@ -119,14 +115,6 @@ class _Wandb:
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if end == "finished" else 1)
 
-    def abandon(self) -> None:
-        """Kill the W&B process, because the interpreter would wait for it for minutes at exit. Any
-        data the process has received can still be uploaded with `wandb sync`."""
-        with suppress(psutil.Error):
-            for process in psutil.Process().children():
-                if _WANDB_PROCESS in process.name():
-                    process.kill()
-
 
 class _Mlflow:
     """Logs to MLflow, configured through MLFLOW_* variables, and resumes a run by its id.
@@ -173,8 +161,6 @@ class _Mlflow:
     def close(self, end: RunEnd) -> None:
         self._client.set_terminated(self._run, _MLFLOW_STATUS[end])
 
-    def abandon(self) -> None: ...
-
 
 def _mlflow_name(name: str) -> str:
     """Replace characters that MLflow doesn't allow in names. For example, `eval/sums/pass@1`
@@ -213,8 +199,6 @@ class _Trackio:
 
     def close(self, end: RunEnd) -> None:
         self._run.finish()
-
-    def abandon(self) -> None: ...
 
 
 TRACKERS: Mapping[str, Callable[[], _Tracker]] = {
@@ -270,8 +254,6 @@ class _TrackerThread:
         self._metrics, self._events = folder / "metrics.jsonl", folder / "events.jsonl"
         self._position = {self._metrics: 0, self._events: 0}
         """How many bytes of each file have been read."""
-        self._old = self._metrics.stat().st_size if self._metrics.exists() else 0
-        """How many bytes of `metrics.jsonl` were written by earlier processes."""
         self._events_read = 0
         self._wake, self.done = threading.Event(), threading.Event()
         self._end: RunEnd | None = None
@@ -296,10 +278,15 @@ class _TrackerThread:
         self._wake.set()
 
     def abandon(self) -> None:
+        """Give up a thread that is hanging, so that the process can exit."""
         self._say = lambda _: None
         self._thread.name = f"{_ABANDONED}{self.name}"
-        if self._tracker is not None:
-            self._tracker.abandon()
+        # The interpreter would wait for the process of W&B for minutes. `wandb sync` can still
+        # upload what it has received.
+        with suppress(psutil.Error):
+            for process in psutil.Process().children():
+                if _WANDB_PROCESS in process.name():
+                    process.kill()
 
     def _warn(self, text: str) -> None:
         if not self._warned:
@@ -342,8 +329,8 @@ class _TrackerThread:
         for line in self._unread(self._metrics):
             step, at = line.pop("step"), line.pop("time")
             # An evaluation that was made after a resume is a second line for its step.
-            late = step == self.step and self._position[self._metrics] >= self._old
-            if step > self.step or (late and all(name.startswith("eval/") for name in line)):
+            late = step == self.step and all(name.startswith("eval/") for name in line)
+            if step > self.step or late:
                 # Trackers group metrics by the part before a slash.
                 grouped = {n if "/" in n else f"train/{n}": value for n, value in line.items()}
                 self._tracker.log(step, at, grouped)

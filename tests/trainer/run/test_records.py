@@ -23,6 +23,7 @@ from keel.rollout.engine.worker import attach, detach
 from keel.rollout.spec import GroupRequest
 from keel.trainer.run.journal import (
     _ALARMS,
+    _BELOW,
     EVENTS,
     CostRates,
     Journal,
@@ -107,19 +108,19 @@ def test_trajectories_are_saved_as_jsonl(tmp_path: Path, save_all: bool, count: 
         assert line["messages"][0]["role"] == "user" and line["segments"][0]["said"]
 
 
-FINE = {alarm.metric: 1.0 if alarm.below else 0.0 for alarm in _ALARMS}
+FINE = {metric: 1.0 if knob in _BELOW else 0.0 for knob, (metric, _) in _ALARMS.items()}
 
 
-@pytest.mark.parametrize("alarm", _ALARMS, ids=lambda alarm: alarm.knob)
-def test_alarm_is_active_beyond_its_threshold_only(alarm: Any) -> None:
-    config = AlarmsConfig(uniform=0.95, entropy=0.005, kept_mass=0.45)
-    limit = getattr(config, alarm.knob)
-    beyond, within = (0.5 * limit, 2 * limit) if alarm.below else (limit + 1, 0.5 * limit)
-    assert _Alarms(config).check(1, FINE | {alarm.metric: within}, []) == (0, [])
-    number, (line,) = _Alarms(config).check(1, FINE | {alarm.metric: beyond}, [])
-    assert number == 1 and f"alarms.{alarm.knob} = {limit:g}" in line and alarm.metric in line
-    off = replace(config, **{alarm.knob: 0})
-    assert _Alarms(off).check(1, FINE | {alarm.metric: beyond}, []) == (0, [])
+@pytest.mark.parametrize("knob", _ALARMS)
+def test_alarm_is_active_beyond_its_threshold_only(knob: str) -> None:
+    config, (metric, _) = AlarmsConfig(uniform=0.95, entropy=0.005, kept_mass=0.45), _ALARMS[knob]
+    limit = getattr(config, knob)
+    beyond, within = (0.5 * limit, 2 * limit) if knob in _BELOW else (limit + 1, 0.5 * limit)
+    assert _Alarms(config).check(1, FINE | {metric: within}, []) == (0, [])
+    number, (line,) = _Alarms(config).check(1, FINE | {metric: beyond}, [])
+    assert number == 1 and f"alarms.{knob} = {limit:g}" in line and metric in line
+    off = replace(config, **{knob: 0})
+    assert _Alarms(off).check(1, FINE | {metric: beyond}, []) == (0, [])
 
 
 def test_low_held_out_score_ends_the_run() -> None:
