@@ -9,7 +9,7 @@ import re
 import shutil
 import textwrap
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
@@ -75,19 +75,19 @@ class _Knob:
     resume: str
     """Whether the value can change when a run resumes: yes, no, or under a condition."""
 
-    def line(self) -> tuple[str, str]:
-        return f"{self.name}: {self.default}", _first_sentence(self.text)
+    @property
+    def head(self) -> str:
+        return f"{self.name}: {self.default}"
 
     def describe(self) -> str:
         resume = {"yes": "may change", "no": "fixed; another value needs another folder"}
-        page = _page_of(self.name, self.text)
-        rows = [
-            ("type", self.kind),
-            ("allowed", self.allowed),
-            ("default", self.default or "none: required"),
-            ("on resume", resume.get(self.resume, "may change for stages that have not run")),
-            ("more", f"docs/{page}.md" if page else ""),
-        ]
+        rows = {
+            "type": self.kind,
+            "allowed": self.allowed,
+            "default": self.default or "none: required",
+            "on resume": resume.get(self.resume, "may change for stages that have not run"),
+            "more": _page_file(_page_of(self.name, self.text)),
+        }
         return _entry(self.name, self.text, rows)
 
 
@@ -100,8 +100,10 @@ class _Section:
     knobs: tuple[_Knob, ...]
 
     def describe(self) -> str:
-        lines = [knob.line() for knob in self.knobs]
-        rows = [(head.removeprefix(f"{self.name}."), text) for head, text in lines]
+        rows = {
+            knob.head.removeprefix(f"{self.name}."): _first_sentence(knob.text)
+            for knob in self.knobs
+        }
         return _entry(self.name, self.text, rows)
 
 
@@ -116,18 +118,18 @@ class _Metric:
     otherwise: str = ""
     page: str = ""
 
-    def line(self) -> tuple[str, str]:
-        return self.name, self.text
+    @property
+    def head(self) -> str:
+        return self.name
 
     def describe(self) -> str:
-        mentions = [knob.name for knob in all_knobs() if f"`{self.name}`" in knob.text]
-        rows = [
-            ("unit", self.unit),
-            ("healthy", self.healthy),
-            ("if not", self.otherwise),
-            ("knobs", ", ".join(mentions)),
-            ("more", f"docs/{self.page}.md" if self.page else ""),
-        ]
+        rows = {
+            "unit": self.unit,
+            "healthy": self.healthy,
+            "if not": self.otherwise,
+            "knobs": ", ".join(knob.name for knob in all_knobs() if f"`{self.name}`" in knob.text),
+            "more": _page_file(self.page),
+        }
         return _entry(f"{self.name} (metric)", self.text, rows)
 
 
@@ -301,16 +303,16 @@ def describe(name: str = "") -> str:
         raise ConfigError(f"{name}: no such knob or metric; {suggest(query, Config)}")
     if len(entries) <= _WHOLE:
         return "\n\n".join(entry.describe() for entry in entries)
-    return _rows([entry.line() for entry in entries])
+    return _rows({entry.head: _first_sentence(entry.text) for entry in entries})
 
 
 def _overview() -> str:
-    entries = [(each.recipe, (each.name, _first_sentence(each.text))) for each in sections()]
-    parts = [
-        f"{title}\n{_rows([entry for kind, entry in entries if kind == recipe])}"
-        for recipe, (_, title) in _RECIPES.items()
-    ]
-    groups = [(title, ", ".join(m.name for m in g)) for title, g in _metric_groups().items()]
+    parts: list[str] = []
+    for recipe, (_, title) in _RECIPES.items():
+        some = [section for section in sections() if section.recipe == recipe]
+        rows = {section.name: _first_sentence(section.text) for section in some}
+        parts.append(f"{title}\n{_rows(rows)}")
+    groups = {title: ", ".join(m.name for m in of) for title, of in _metric_groups().items()}
     return "\n\n".join([*parts, f"Metrics\n{_rows(groups)}", "keel knobs NAME describes one."])
 
 
@@ -318,28 +320,28 @@ def _first_sentence(text: str) -> str:
     return re.split(r"(?<=[a-z)`]\.)(?<!Eq\.) (?=[A-Zβ`0-9])", text)[0]
 
 
-def _entry(title: str, text: str, rows: Sequence[tuple[str, str]]) -> str:
+def _page_file(page: str) -> str:
+    return f"docs/{page}.md" if page else ""
+
+
+def _entry(title: str, text: str, rows: Mapping[str, str]) -> str:
     folded = textwrap.fill(text, _width(), initial_indent="  ", subsequent_indent="  ")
-    return f"{title}\n{folded}\n{_rows([row for row in rows if row[1]])}"
+    return f"{title}\n{folded}\n{_rows({name: row for name, row in rows.items() if row})}"
 
 
 def _width() -> int:
     return min(100, shutil.get_terminal_size().columns)
 
 
-def _rows(rows: Sequence[tuple[str, str]]) -> str:
-    wide = max((len(name) for name, _ in rows), default=0) + 2
+def _rows(rows: Mapping[str, str]) -> str:
+    wide = max(map(len, rows), default=0) + 2
     wrapper = textwrap.TextWrapper(
         max(_width(), wide + 30),
         subsequent_indent=" " * (wide + 2),
         break_long_words=False,
         break_on_hyphens=False,
     )
-    lines: list[str] = []
-    for name, text in rows:
-        wrapper.initial_indent = f"  {name:<{wide}}"
-        lines += wrapper.wrap(text) or [wrapper.initial_indent]
-    return "\n".join(lines)
+    return "\n".join(wrapper.fill(f"  {name:<{wide}}{text}") for name, text in rows.items())
 
 
 _KNOBS = """# Knobs
