@@ -6,14 +6,13 @@ module runs the stages in order, records the finished ones and reports the resul
 """
 
 import json
-import math
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -297,19 +296,9 @@ class _Commands:
 
 _Kind = tuple[str, bool]
 """The kind of a completion: its domain, and whether the model thinks."""
-_SAMPLED = ("wrong", "not scored", "cut off", "other parts", "said before")
-_REJECTIONS = (*_SAMPLED, "same prompt", "for balance")
+_REASONS = ("not scored", "cut off", "wrong", "other parts", "said before", "same prompt")
 """Reasons for rejecting a completion, in the order in which they are checked."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    kind: _Kind
-    prompt: str
-    rejection: str
-    """First reason in `_REJECTIONS` that applies, or "" if none does."""
-    line: Mapping[str, Any]
-    """JSON line for `keel sft` (`source: trajectories`), including the specialist's name."""
+_BALANCE = "for balance"
 
 
 def _select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list[str]:
@@ -320,84 +309,66 @@ def _select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> lis
     or if no completions are selected.
     """
     least, most = config.least_parts, config.most_parts
-    bounds = [(n, least.get(n, -math.inf), most.get(n, math.inf)) for n in {**least, **most}]
     parts: set[str] = set()
-    counts: defaultdict[_Kind, Counter[str]] = defaultdict(Counter)
     seen: set[str] = set()
-    prompts: defaultdict[str, list[_Candidate]] = defaultdict(list)
-    for candidate in _candidates(sampled, config.least):
-        why, of = candidate.rejection, candidate.line["parts"]
-        content = json.dumps([candidate.kind[1], candidate.line["messages"]], sort_keys=True)
-        parts.update(of)
-        if not why and not all(low <= of.get(name, low) <= high for name, low, high in bounds):
-            why = "other parts"
-        if not why and content in seen:
-            why = "said before"
-        counts[candidate.kind][why or "sampled"] += 1
-        if not why:
-            seen.add(content)
-            prompts[candidate.prompt].append(candidate)
-    for name, _, _ in bounds:
+    of_prompt = Counter[str]()
+    counts: defaultdict[_Kind, Counter[str]] = defaultdict(Counter)
+    selected: list[tuple[int, _Kind, Mapping[str, Any]]] = []
+    for specialist, folder in sampled.items():
+        for request in read_evaluation(folder):
+            for sample in request.samples:
+                line = {**to_trajectory_record(sample), "source": request.source}
+                of, kind = line["parts"], (request.domain, bool(line["thinking"]))
+                content = json.dumps([line["thinking"], line["messages"]], sort_keys=True)
+                parts.update(of)
+                reasons = (
+                    sample["error"],
+                    sample["finish_reason"] != "stop",
+                    sample["correct"] < config.least - FAIL,
+                    any(of.get(n, least[n]) < least[n] for n in least)
+                    or any(of.get(n, most[n]) > most[n] for n in most),
+                    content in seen,
+                    0 < config.most_per_prompt <= of_prompt[request.id],
+                )
+                why = next(
+                    (why for why, applies in zip(_REASONS, reasons, strict=True) if applies), ""
+                )
+                counts[kind][why] += 1
+                if why in ("", "same prompt"):
+                    seen.add(content)
+                if not why:
+                    selected.append(
+                        (of_prompt[request.id], kind, {**line, "specialist": specialist})
+                    )
+                    of_prompt[request.id] += 1
+    for name in {**least, **most}:
         if name not in parts:
             known = ", ".join(sorted(parts - {"correct"})) or "none"
             raise ConfigError(
                 f"select: no completion has a part {name!r} (least_parts, most_parts); they have "
                 f"{known}"
             )
-    chosen: list[tuple[int, _Candidate]] = []
-    for some in prompts.values():
-        kept = some[: config.most_per_prompt or None]
-        counts[some[0].kind]["same prompt"] += len(some) - len(kept)
-        chosen += enumerate(kept)
-    selected = _balance_kinds(chosen, config.balance, counts)
-    table = _table(counts, Counter(one.kind for one in selected))
+    sizes = Counter(kind for _, kind, _ in selected)
+    if config.balance and sizes:
+        # Each prompt's first completions are preferred.
+        limit, taken = int(config.balance * min(sizes.values())), Counter[_Kind]()
+        candidates, selected = sorted(selected, key=lambda one: one[0]), []
+        for place, kind, line in candidates:
+            kept = taken[kind] < limit
+            taken[kind] += kept
+            if kept:
+                selected.append((place, kind, line))
+            else:
+                counts[kind][_BALANCE] += 1
+                counts[kind][""] -= 1
+    rows = [["", "sampled", *_REASONS, _BALANCE, "to learn"]]
+    for (domain, thinking), of in counts.items():
+        numbers = [of.total(), *(of[why] for why in (*_REASONS, _BALANCE, ""))]
+        name = f"{domain}, {'thinking' if thinking else 'not thinking'}"
+        rows.append([name, *(f"{number:,}" for number in numbers)])
+    table = "\n".join(align_columns(rows))
     if not selected:
         raise ConfigError(f"no completion of the specialists is left to learn from:\n{table}")
-    lines = [json.dumps(one.line, ensure_ascii=False) + "\n" for one in selected]
+    lines = [json.dumps(line, ensure_ascii=False) + "\n" for _, _, line in selected]
     write_whole(out, "".join(lines))
     return [table, f"to learn        {out}"]
-
-
-def _candidates(sampled: Mapping[str, Path], least: float) -> Iterator[_Candidate]:
-    for specialist, folder in sampled.items():
-        for request in read_evaluation(folder):
-            for sample in request.samples:
-                line = {
-                    **to_trajectory_record(sample),
-                    "source": request.source,
-                    "specialist": specialist,
-                }
-                why = "wrong" if sample["correct"] < least - FAIL else ""
-                why = "cut off" if sample["finish_reason"] != "stop" else why
-                why = "not scored" if sample["error"] else why
-                kind = (request.domain, bool(line["thinking"]))
-                yield _Candidate(kind, request.id, why, line)
-
-
-def _balance_kinds(
-    chosen: Sequence[tuple[int, _Candidate]], balance: float, counts: Mapping[_Kind, Counter[str]]
-) -> list[_Candidate]:
-    """Limit each kind of completion to `balance` times as many as there are of the rarest kind.
-    Each prompt's first completions are preferred."""
-    sizes = Counter(one.kind for _, one in chosen)
-    if not balance or not sizes:
-        return [one for _, one in chosen]
-    most, taken = int(balance * min(sizes.values())), Counter[_Kind]()
-    kept: list[_Candidate] = []
-    for _, one in sorted(chosen, key=lambda pair: pair[0]):
-        if taken[one.kind] < most:
-            taken[one.kind] += 1
-            kept.append(one)
-        else:
-            counts[one.kind]["for balance"] += 1
-    return kept
-
-
-def _table(counts: Mapping[_Kind, Counter[str]], learned: Counter[_Kind]) -> str:
-    rows = [["", "sampled", *_REJECTIONS, "to learn"]]
-    for kind, of in counts.items():
-        name = f"{kind[0]}, {'thinking' if kind[1] else 'not thinking'}"
-        total = sum(of[why] for why in ("sampled", *_SAMPLED))
-        numbers = [total, *(of[why] for why in _REJECTIONS), learned[kind]]
-        rows.append([name, *(f"{number:,}" for number in numbers)])
-    return "\n".join(align_columns(rows))

@@ -58,8 +58,8 @@ def test_selection_takes_correct_distinct_completions_of_any_length(tmp_path: Pa
     assert line["source"] == "sums" and line["parts"] == {"correct": 1.0, "format": 1.0}
     assert line["segments"] and "asked" not in line
     name, *counts = table.splitlines()[1].rsplit(maxsplit=9)
-    # sampled; wrong, unscored, truncated, by parts, duplicate, same prompt, for balance; selected
-    assert (name, counts) == ("sums, thinking", ["8", "2", "2", "1", "0", "1", "1", "0", "1"])
+    # sampled; unscored, truncated, wrong, by parts, duplicate, same prompt, for balance; selected
+    assert (name, counts) == ("sums, thinking", ["8", "2", "1", "2", "0", "1", "1", "0", "1"])
     _select({"adder": sums}, SelectConfig(most_per_prompt=0), out)
     assert learned(out) == [("adder", "long"), ("adder", "short")]
 
