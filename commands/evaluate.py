@@ -21,10 +21,10 @@ from keel.data.results import format_results, results
 from keel.rewards.checks import check_spec
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.text import every_turn, final_text, marked_answer, thinking_text
-from keel.rl.futures import then, when_all
+from keel.rl.futures import then
 from keel.rl.types import Prompt, ScoredGroup, Trajectory
 from keel.rollout.endpoint import LATER, EndpointCompletions
-from keel.trainer.batch_stream import GRACE_S, SamplingProgress
+from keel.trainer.batch_stream import GRACE_S
 from keel.trainer.launch import (
     RemoteRuntime,
     Runtime,
@@ -116,34 +116,20 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
             for variant in variants:
                 if not stop():
                     _sample_variant(policy, runtime, variant, out, stop)
-        complete = not any(
-            out.waiting(variant.name, prompts) for variant in variants for prompts in sets.values()
-        )
-        print("\n".join(_summary(out, policy, complete=complete)))
-
-
-def _summary(
-    out: EvaluationFolder,
-    policy: _SampledPolicy,
-    *,
-    complete: bool,
-) -> list[str]:
-    config = policy.config
-    ids = {prompt.prompt_id for prompts in policy.sets.values() for prompt in prompts}
-    request = [one for one in out.asked if one.id in ids]
-    if not request:
-        return [f"nothing was sampled; rerun the same command to resume in {out.path}"]
-    scores = results(request, config.eval.each_pass_at, config.eval.submissions)
-    lines = format_results(scores)
-    if ignored := len({one.id for one in out.asked} - ids):
-        lines.append(f"{ignored:,} prompts sampled earlier are in no set now: left out")
-    reasons = Counter(reason for one in request for reason in one.missing)
-    lines += [f"{n:,} completions missing, counted as wrong: {r}" for r, n in reasons.items()]
-    if complete:
-        out.finish(scores)
-    else:
-        lines.append("not all is sampled; rerun the same command to resume")
-    return [*lines, f"completions and results: {out.path}"]
+        ids = {prompt.prompt_id for prompts in sets.values() for prompt in prompts}
+        sampled = [one for one in out.asked if one.id in ids]
+        if not sampled:
+            print(f"nothing was sampled; rerun the same command to resume in {out.path}")
+            return
+        scores = results(sampled, config.eval.each_pass_at, config.eval.submissions)
+        lines = format_results(scores)
+        reasons = Counter(reason for one in sampled for reason in one.missing)
+        lines += [f"{n:,} completions missing, counted as wrong: {r}" for r, n in reasons.items()]
+        if any(out.waiting(v.name, prompts) for v in variants for prompts in sets.values()):
+            lines.append("not all is sampled; rerun the same command to resume")
+        else:
+            out.finish(scores)
+        print("\n".join([*lines, f"completions and results: {out.path}"]))
 
 
 def _sample_variant(
@@ -226,18 +212,15 @@ def _check_prompts_fit(
     variant's extra line and token limit."""
     if not variant.line and variant.thinking == "as-asked":
         return
-    knob = f"eval.variants[{variant.name}]"
-    budget = config.in_variant(variant).rollout.sampling.max_tokens
-    room = config.max_context - budget
-    for source, prompts in sets.items():
+    room = config.max_context - config.in_variant(variant).rollout.sampling.max_tokens
+    for prompts in sets.values():
         for prompt in prompts:
             tokens = count_tokens(_as_asked(prompt, variant))
             if tokens > room:
-                limit = config.data.max_prompt_tokens
                 raise ConfigError(
-                    f"{knob}: prompt {prompt.prompt_id} of data.sources[{source}] has {tokens} "
-                    f"tokens, and a budget of {budget} leaves {room}. Raise data.max_prompt_tokens "
-                    f"= {limit} by at least {tokens - room}"
+                    f"eval.variants[{variant.name}]: prompt {prompt.prompt_id} has {tokens} "
+                    f"tokens, and the completion leaves {room}. Raise data.max_prompt_tokens by at "
+                    f"least {tokens - room}"
                 )
 
 
@@ -267,8 +250,7 @@ def _choose_policy(
         print(f"warning: {line}")
     path = folder.select_checkpoint(knob, checkpoint)
     if path is None and checkpoint == "last":
-        problem = "has no checkpoint" if folder.path.exists() else "does not exist"
-        print(f"warning: run.dir = {folder.path} {problem}: sampling from model.path ({knob}=base)")
+        print(f"warning: run.dir = {folder.path}: no checkpoint: sampling from model.path")
     weights = fingerprint(path or Path(task.config.model.path).expanduser())
     suffix = f" (weights {weights})" * bool(weights)
     source = f"{folder.path.resolve()}, {path.name}" if path else ""
@@ -397,29 +379,23 @@ def _sample_prompts(
     all timeouts.
     """
     should_stop = runtime.with_watchdog(stop)
-    count_steps = None if isinstance(runtime, RemoteRuntime) else lambda: runtime.pool.steps
     size = config.algorithm.group_size
     sizes = [min(size, samples - begun) for begun in range(0, samples, size)]
-    queue, in_flight = deque(prompts), dict[Future[list[ScoredGroup]], Prompt]()
-    open_groups = set[Future[ScoredGroup]]()
-    timeout_s = _group_timeout(config)
-    arrived_at, finished = time.monotonic(), 0
-    reached = SamplingProgress(config, len(prompts), samples, count_steps)
     score = partial(runtime.scorer.submit, purpose="eval")
+    most, timeout_s = _max_prompts_in_flight(config, samples), _group_timeout(config)
+    queue, in_flight = deque(prompts), list[tuple[Prompt, list[Future[ScoredGroup]]]]()
+    arrived_at, finished = time.monotonic(), 0
     try:
         with waiting("sampling", total=len(prompts), unit="prompts") as progress:
             while (queue or in_flight) and not should_stop():
-                while queue and len(in_flight) < _max_prompts_in_flight(config, samples):
+                while queue and len(in_flight) < most:
                     prompt = queue.popleft()
                     groups = [then(runtime.submit(prompt, "eval", n), score) for n in sizes]
-                    open_groups |= set(groups)
-                    in_flight[when_all(groups, partial(_results, groups))] = prompt
-                arrived, _ = wait(open_groups, _POLL_S, FIRST_COMPLETED)
-                open_groups -= arrived
-                for group in arrived:
-                    group.result()  # raise now, not when the prompt's last group is done
+                    in_flight.append((prompt, groups))
+                pending = [group for _, groups in in_flight for group in groups if not group.done()]
+                arrived, _ = wait(pending, _POLL_S, FIRST_COMPLETED)
                 now = time.monotonic()
-                if arrived:
+                if arrived or not pending:
                     arrived_at = now
                 elif now - arrived_at > timeout_s:
                     raise TimeoutError(
@@ -427,23 +403,25 @@ def _sample_prompts(
                         f"{len(in_flight)} prompts in flight: the timeouts of rollout or endpoint "
                         "and rewards together"
                     )
-                for done in [future for future in in_flight if future.done()]:
-                    prompt, groups = in_flight.pop(done), done.result()
-                    if not _to_be_retried(groups):
-                        record(prompt, groups)
-                    finished, progress.note = finished + 1, note()
-                progress.done, progress.total, progress.unit = reached.estimate(finished)
+                unfinished: list[tuple[Prompt, list[Future[ScoredGroup]]]] = []
+                for prompt, groups in in_flight:
+                    scored = [group.result() for group in groups if group.done()]
+                    if len(scored) < len(groups):
+                        unfinished.append((prompt, groups))
+                        continue
+                    if not _to_be_retried(scored):
+                        record(prompt, scored)
+                    finished += 1
+                in_flight = unfinished
+                progress.done, progress.note = finished, note()
         if finished:
             print(
                 f"sampled {format_amount(finished, len(prompts), 'prompts')}; {note()}", flush=True
             )
     finally:
-        for group in open_groups:
-            group.cancel()
-
-
-def _results(groups: Sequence[Future[ScoredGroup]]) -> list[ScoredGroup]:
-    return [group.result() for group in groups]
+        for _, groups in in_flight:
+            for group in groups:
+                group.cancel()
 
 
 def _to_be_retried(groups: Sequence[ScoredGroup]) -> bool:

@@ -214,30 +214,21 @@ def _compare_pass_rates(
     return result
 
 
-def _format_comparison(result: Mapping[str, Mapping[str, tuple[int, _Difference]]]) -> list[str]:
-    rows = [["", "pairs", "pass@1", "95 %", "p"]]
-    for variant, sets in result.items():
-        for name, (pairs, of) in sets.items():
-            title = f"{variant}: {name}" if len(result) > 1 else name
-            cells = (
-                f"{pairs:,}",
-                f"{of.mean:+.3f}",
-                f"{of.low:+.3f} … {of.high:+.3f}",
-                f"{of.p:.4f}",
-            )
-            rows.append([title, *cells])
-    return align_columns(rows)
-
-
 def compare(first: str, second: str) -> str:
     """Compare two `keel eval` folders and return a table. Raises ConfigError if either can't be
     compared."""
     before, after = (read_evaluation(Path(folder)) for folder in (first, second))
     try:
-        lines = _format_comparison(_compare_pass_rates(before, after))
+        result = _compare_pass_rates(before, after)
     except ValueError as error:
         raise ConfigError(f"{first}, {second}: {error}") from error
-    return "\n".join([f"{second} − {first}:", *lines])
+    rows = [["", "pairs", "pass@1", "95 %", "p"]]
+    for variant, sets in result.items():
+        for name, (pairs, of) in sets.items():
+            title = f"{variant}: {name}" if len(result) > 1 else name
+            interval = f"{of.low:+.3f} … {of.high:+.3f}"
+            rows.append([title, f"{pairs:,}", f"{of.mean:+.3f}", interval, f"{of.p:.4f}"])
+    return "\n".join([f"{second} − {first}:", *align_columns(rows)])
 
 
 _Z = 1.959964  # normal quantile for a two-sided 95 % interval

@@ -129,7 +129,7 @@ def test_results_of_each_set_and_domain(fake: Fake, tmp_path: Path, capsys: Capt
     # The first is cut off, and the second is then the one that is handed in.
     assert spelling["contest"] == pytest.approx(np.mean([n > 1 for n in passes]))
     assert report["all"]["prompts"] == 8 and set(report) >= {"spelling", "spiral", "all"}
-    assert f"run.dir = {tmp_path} has no checkpoint" in capsys.readouterr().out
+    assert f"run.dir = {tmp_path}: no checkpoint" in capsys.readouterr().out
     line = json.loads((tmp_path / "eval/base/samples.jsonl").read_text().splitlines()[0])
     assert line["samples"][1]["thinking"] == 2
     assert line["samples"][1]["answer"] == "no 1" and line["missing"] == ["late: too slow"]
