@@ -1,30 +1,22 @@
 """Measures what fraction of a completion is in the language of the prompt.
 
-Code, formulas, links, tags, identifiers and single Latin letters are ignored. Running text inside
-them still counts, such as `$Das ist die Antwort$`. In scripts other than Latin, a few words are
-enough to count as running text, because keywords and variables are not written in them. In Latin
-script, at least three words are needed, separated only by spaces and commas. At least two of them,
-and a minimum fraction, must be function words ("the", "und", "que") or, outside a list, have
-non-ASCII letters.
-
-The remaining text is split into sentences. Each sentence contributes its letters in the prompt's
-script, or none if a language detector (py3langid) is sure that it is in another language. Short
-sentences are judged by their script only. If the prompt or the completion has too few words, the
-result is 1.
+Code, formulas, links, tags, identifiers and single Latin letters are ignored. The remaining text is
+split into sentences. Each sentence contributes its letters in the prompt's script, or none if a
+language detector (py3langid) is sure that it is in another language. Short sentences are judged by
+their script only. If the prompt or the completion has too few words, the result is 1.
 
 All functions accept untrusted text and run in linear time.
 """
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, cast
 
 import regex  # knows Unicode's scripts, unlike `re`
 
 from keel.rewards.custom import TextTrajectory
-from keel.rewards.text import COMMANDS, FUNCTION_WORDS
 
 _SCRIPT_NAMES = """
 latin greek cyrillic armenian hebrew arabic ethiopic devanagari bengali gurmukhi gujarati oriya
@@ -41,7 +33,6 @@ _USED_WITH = {"kana": {"han"}, "hangul": {"han"}}  # the scripts used together w
 _SENTENCES = regex.compile(r"[\p{Sentence_Terminal}…\n]+")
 
 _MIN_PROMPT_LETTERS, _MIN_SENTENCE_LETTERS = 8.0, 20.0
-_CODE_WEIGHT = 0.25  # weight of letters in code comments and strings, which are often in English
 _MAX_DETECTED = 400
 _MIN_LIKELIHOOD = 0.1  # minimum total probability of the prompt's language and its relatives
 _KIN = (
@@ -86,17 +77,16 @@ def _language_share(prompt: str, text: str) -> float:
         return 1.0
     kin = {language}.union(*(group for group in _KIN if language in group))
     fitting = total = 0.0
-    for part, weight in zip(_prose_and_code(text), (1.0, _CODE_WEIGHT), strict=True):
-        for sentence in _SENTENCES.split(part):
-            counts = _letters_by_script(sentence)
-            size = sum(counts.values())
-            total += weight * size
-            letters = sum(counts.get(name, 0.0) for name in allowed)
-            if letters and size >= _MIN_SENTENCE_LETTERS:
-                best, likely = detect_language(sentence)
-                foreign = sum(likely.get(name, 0.0) for name in kin) < _MIN_LIKELIHOOD
-                letters *= best in kin or not foreign
-            fitting += weight * letters
+    for sentence in _SENTENCES.split(_prose(text)):
+        counts = _letters_by_script(sentence)
+        size = sum(counts.values())
+        total += size
+        letters = sum(counts.get(name, 0.0) for name in allowed)
+        if letters and size >= _MIN_SENTENCE_LETTERS:
+            best, likely = detect_language(sentence)
+            foreign = sum(likely.get(name, 0.0) for name in kin) < _MIN_LIKELIHOOD
+            letters *= best in kin or not foreign
+        fitting += letters
     return fitting / total if total else 1.0
 
 
@@ -104,7 +94,7 @@ def _language_share(prompt: str, text: str) -> float:
 def _prompt_language(prompt: str) -> tuple[frozenset[str], str]:
     """Return the scripts and the language that an answer to the prompt should use, or empty values
     if the prompt is too short to tell."""
-    words = _remove_non_prose(prompt)
+    words = _prose(prompt)
     scripts = _letters_by_script(words)
     total = sum(scripts.values())
     if total < _MIN_PROMPT_LETTERS:
@@ -151,109 +141,19 @@ def _detector() -> Callable[[str], list[tuple[str, float]]]:
     return cast(Callable[[str], list[tuple[str, float]]], identifier.rank)
 
 
-# --- Setting aside code and formulas ---
-
-_TOKENS = re.compile(r"```|~~~|`|\$\$|\$|\\\[|\\\]|\\\(|\\\)|\n[ \t]*\n")
-_FENCES = ("```", "~~~")
-_CLOSES = {"```": "```", "~~~": "~~~", "`": "`", "$$": "$$", "$": "$", "\\[": "\\]", "\\(": "\\)"}
-_NOT_WORDS = re.compile(
-    r"https?://\S{1,300}|\\(?:begin|end)\{[A-Za-z]{1,20}\*?\}|\\[A-Za-z]+|</?[A-Za-z_]{1,20}>|(?<![^\W\d_])[A-Za-z](?![^\W\d_])"
-    r"|\b[A-Z]{2,20}\b|\b\w{0,40}[\d_]\w{0,40}\b"
+_PARAGRAPH = r"(?:[^{0}\n]|\n(?![ \t]*\n))"  # up to the end of a paragraph, without character {0}
+_NOT_PROSE = re.compile(
+    # Code blocks, which may stay open, code spans and formulas
+    r"```.*?(?:```|\Z)|~~~.*?(?:~~~|\Z)|`" + _PARAGRAPH.format("`") + "*`"
+    r"|\$\$" + _PARAGRAPH.format("$") + r"*\$\$|\$" + _PARAGRAPH.format("$") + r"*\$"
+    r"|\\\[(?:(?!\\\[|\n[ \t]*\n).)*?\\\]|\\\((?:(?!\\\(|\n[ \t]*\n).)*?\\\)"
+    # Links, commands, tags, single letters, abbreviations and identifiers
+    r"|https?://\S{1,300}|\\(?:begin|end)\{[A-Za-z]{1,20}\*?\}|\\[A-Za-z]+|</?[A-Za-z_]{1,20}>"
+    r"|(?<![^\W\d_])[A-Za-z](?![^\W\d_])|\b[A-Z]{2,20}\b|\b\w{0,40}[\d_]\w{0,40}\b",
+    re.DOTALL,
 )
-_NOT_WORDS_ROW = re.compile(rf"(?:{_NOT_WORDS.pattern})(?:\s*(?:{_NOT_WORDS.pattern}))*")
-_WORD = r"[\p{L}\p{M}]+"
-_RUN = regex.compile(rf"{_WORD}(?:['’]{_WORD})*(?:[ \t,]*[ \t]{_WORD}(?:['’]{_WORD})*)*")
-_LETTERS = regex.compile(_WORD)
-_LATIN = regex.compile(r"\p{Script=Latin}")
-_GREEK = regex.compile(r"\p{Script=Greek}{1,2}")
-
-_ASIDE_RUN = 3
-_MIN_WORDS, _MIN_FUNCTION_WORDS = 3, 2
-_FUNCTION_WORDS_SHARE = 0.15
-_MIN_LETTERS = 6
 
 
-def _remove_non_prose(text: str) -> str:
+def _prose(text: str) -> str:
     """Remove code, formulas, links, tags and identifiers from a text."""
-    return "".join(_prose_and_code(text))
-
-
-def _prose_and_code(text: str) -> tuple[str, str]:
-    """Split a text into the prose outside code blocks and the prose inside them. A formula must
-    end in the same paragraph where it starts, but a code block may stay open until the end of
-    the text."""
-    prose: list[str] = []
-    code: list[str] = []
-    aside: list[str] = []  # consecutive formulas and code spans without words in between
-    blocks: list[str] = []  # the same for code blocks
-
-    def flush() -> None:
-        prose.extend(_running_text(" ".join(aside)))
-        code.extend(_running_text(" ".join(blocks)))
-        aside.clear()
-        blocks.clear()
-
-    def keep(part: str) -> None:
-        if _LETTERS.search(part):
-            flush()
-        prose.append(_remove_identifiers(part))
-
-    opened: str | None = None
-    start = 0  # of the pending text
-    for match in _TOKENS.finditer(text):
-        token = match[0]
-        if opened is not None and token == _CLOSES[opened]:
-            prose.append(" ")
-            (blocks if opened in _FENCES else aside).append(text[start : match.start()])
-            start, opened = match.end(), None
-        elif opened in _FENCES:
-            continue
-        elif token in _CLOSES and (opened is None or token in _FENCES):
-            keep(text[start : match.start()])
-            start, opened = match.end(), token
-        elif token.startswith("\n"):
-            keep(text[start : match.end()])
-            start, opened = match.end(), None
-    if opened in _FENCES:
-        blocks.append(text[start:])
-    else:
-        keep(text[start:])
-    flush()
-    return "".join(prose), "".join(code)
-
-
-def _remove_identifiers(text: str) -> str:
-    """Remove links, tags and identifiers from a text. Several identifiers in a row are kept if they
-    read as prose, such as `DAS IST ES`."""
-
-    def words_in(row: re.Match[str]) -> str:
-        words: list[str] = []
-        for match in _NOT_WORDS.finditer(row[0]):
-            word = " ".join(_LETTERS.findall(match[0]))
-            known = match[0].startswith("\\") and match[0][1:] in COMMANDS
-            if len(word) > 1 and not known and not match[0].startswith("http"):
-                words.append(word)
-        joined = " ".join(words)
-        return f" {joined} " if len(words) >= _ASIDE_RUN and _is_running_text(joined) else " "
-
-    return _NOT_WORDS_ROW.sub(words_in, text)
-
-
-def _running_text(text: str) -> Iterator[str]:
-    for run in _RUN.finditer(re.sub(r"\\[A-Za-z]+|\w{0,40}[\d_]\w{0,40}", " | ", text)):
-        if _is_running_text(run[0]):
-            yield f". {run[0]}. "
-
-
-def _is_running_text(run: str) -> bool:
-    words = [word for word in _LETTERS.findall(run) if len(word) > 1 or not word.isascii()]
-    others = [word for word in words if not _LATIN.match(word) and not _GREEK.fullmatch(word)]
-    if sum(map(len, others)) >= _MIN_LETTERS:
-        return True
-    if len(words) < _MIN_WORDS:
-        return False
-    is_list = 3 * run.count(",") >= len(words)
-    function_words = sum(
-        word.casefold() in FUNCTION_WORDS or not (is_list or word.isascii()) for word in words
-    )
-    return function_words >= max(_MIN_FUNCTION_WORDS, _FUNCTION_WORDS_SHARE * len(words))
+    return _NOT_PROSE.sub(" ", text)

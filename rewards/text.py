@@ -190,5 +190,3 @@ KEYWORDS = frozenset(_KEYWORDS.split())  # of programming languages; no signs of
 FUNCTION_WORDS = frozenset(_FUNCTION_WORDS.split()) - KEYWORDS
 """Function words in English, German, French, Spanish, Portuguese, Italian, Polish, Dutch, Swedish,
 Turkish and Indonesian."""
-COMMANDS = frozenset({"because", "chi", "det", "hat", "le", "ne", "nu", "sin", "to"})
-"""Function words that are also names of LaTeX commands."""

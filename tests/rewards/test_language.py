@@ -1,18 +1,16 @@
 """The share of an answer in its prompt's language, in twenty languages.
 
-Code and formulas do not count, but running text disguised as them does.
+Code and formulas do not count.
 """
 
 import json
 import time
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from keel.rewards.custom import TextTrajectory
-from keel.rewards.language import _language_share, _remove_non_prose, language_verifier
+from keel.rewards.language import _language_share, _prose, language_verifier
 
 FOLDER = Path(__file__).with_name("language")
 SAMPLES: dict[str, list[str]] = json.loads((FOLDER / "samples.json").read_text())
@@ -63,12 +61,11 @@ def test_too_little_text_costs_nothing() -> None:
 
 
 def test_code_and_formulas_are_set_aside() -> None:
-    assert _remove_non_prose("a `code` b $x+y$ word").split() == ["word"]
-    assert _remove_non_prose("one ~~~\nall of\n\nthis").split() == ["one"]
-    prices = _remove_non_prose("cost $5, and\n\nanother $ sign").split()
-    assert prices == ["cost", ",", "and", "another", "sign"]
-    assert _remove_non_prose("\\[ a + b \\] then \\boxed{seven}").split() == ["then", "{seven}"]
-    assert _remove_non_prose("`open and\n\nclosed`").split() == ["open", "and", "closed"]
+    assert _prose("a `code` b $x+y$ word").split() == ["word"]
+    assert _prose("one ~~~\nall of\n\nthis").split() == ["one"]
+    assert _prose("cost $5, and\n\nanother $").split() == ["cost", "$", ",", "and", "another", "$"]
+    assert _prose("\\[ a + b \\] then \\boxed{seven}").split() == ["then", "{seven}"]
+    assert _prose("`open and\n\nclosed`").split() == ["open", "and", "closed"]
 
 
 def test_a_foreign_word_costs_its_share() -> None:
@@ -99,90 +96,12 @@ def test_hostile_texts_take_linear_time() -> None:
         assert time.thread_time() - began < 3
 
 
-MARKS = {
-    "dollars": "${}$",
-    "display": "$$\n{}\n$$",
-    "round": "\\({}\\)",
-    "square": "\\[{}\\]",
-    "text in a formula": "$x = \\text{{{}}}$",
-    "backticks": "`{}`",
-    "fence": "```\n{}\n```",
-    "comment": "```python\nx = 1  # {}\n```",
-    "string": '```python\nprint("{}")\n```',
-    "tildes": "~~~\n{}\n~~~",
-    "a fence that is never closed": "```\n{}",
-}
-BY_WORD: dict[str, Callable[[str], str]] = {
-    "dollars": "${}$".format,
-    "backticks": "`{}`".format,
-    "tags": "<{}>".format,
-    "commands": "\\{}".format,
-    "digits": "{}1".format,
-    "capitals": str.upper,
-}
 CODE: list[str] = json.loads((FOLDER / "code.json").read_text())
-"""Honest code and formulas."""
-PAIRS = [
-    (name, [*SAMPLES, *SAMPLES][index + step])
-    for index, name in enumerate(SAMPLES)
-    for step in (0, 2, 5, 12)
-]
-"""Languages of a prompt and an answer."""
-plain = cache(_language_share)
-"""Share of an answer without marks, for comparison."""
+"""Code and formulas."""
 
 
 @pytest.mark.parametrize("code", CODE)
-def test_honest_code_costs_nothing(code: str) -> None:
+def test_code_costs_nothing(code: str) -> None:
     for first, second, _, prompt in SAMPLES.values():
         assert _language_share(prompt, f"{first}\n{code}\n{second}") == 1.0
         assert _language_share(prompt, code) == 1.0
-
-
-@pytest.mark.parametrize("mark", MARKS)
-def test_marks_around_text_gain_nothing(mark: str) -> None:
-    for name, other in PAIRS:
-        *answer, _ = SAMPLES[other]
-        prompt = SAMPLES[name][-1]
-        dressed = "\n\n".join(map(MARKS[mark].format, answer))
-        if mark == "a fence that is never closed":  # the next one would close it
-            dressed = MARKS[mark].format("\n\n".join(answer))
-        share = plain(prompt, "\n\n".join(answer))
-        assert _language_share(prompt, dressed) <= share + 0.1, f"{other} for {name}"
-    for *answer, prompt in SAMPLES.values():
-        assert _language_share(prompt, "\n\n".join(map(MARKS[mark].format, answer))) >= 0.95
-
-
-@pytest.mark.parametrize("mark", BY_WORD)
-def test_marks_around_each_word_gain_nothing(mark: str) -> None:
-    gained: list[float] = []
-    for name, other in PAIRS:
-        if name != other:
-            *answer, _ = SAMPLES[other]
-            prompt = SAMPLES[name][-1]
-            dressed = " ".join(map(BY_WORD[mark], " ".join(answer).split()))
-            share = plain(prompt, " ".join(answer))
-            gained.append(_language_share(prompt, dressed) - share)
-    assert sum(gained) / len(gained) < 0.1
-
-
-def test_running_text_in_code_is_kept() -> None:
-    wrapped = "$\\text{Das ist die Antwort}$"
-    for text in (wrapped, "$Das ist die Antwort$", "$Das$ $ist$ $die$ $Antwort$"):
-        assert _remove_non_prose(text).split() == [".", "Das", "ist", "die", "Antwort."]
-    assert _remove_non_prose("`return value`, `the sum`").split() == [","]
-    assert _remove_non_prose("$苹果的数量是七$").split() == [".", "苹果的数量是七."]
-    assert _remove_non_prose("$面积$ and $Δx$").split() == ["and"]
-    assert "ANTWORT" in _remove_non_prose("DAS IST DIE ANTWORT")
-    assert _remove_non_prose("CPU and GPU").split() == ["and"]
-    assert _remove_non_prose("\\alpha \\beta \\gamma \\delta").split() == []
-    assert _remove_non_prose("\\Das \\ist \\die \\Antwort").split() == [
-        "Das",
-        "ist",
-        "die",
-        "Antwort",
-    ]
-    assert "answer" in _remove_non_prose("`so it is clear that the answer is seven`")
-    assert _remove_non_prose("`build essential cmake ninja curl wget the`").split() == []
-    few = "alder birch cedar elm fir gum hazel iris juniper kauri the larch its maple nutmeg"
-    assert _remove_non_prose(f"`{few}`").split() == []  # too few function words
