@@ -65,7 +65,7 @@ def test_code_and_formulas_are_set_aside() -> None:
     assert _prose("one ~~~\nall of\n\nthis").split() == ["one"]
     assert _prose("cost $5, and\n\nanother $").split() == ["cost", "$", ",", "and", "another", "$"]
     assert _prose("\\[ a + b \\] then \\boxed{seven}").split() == ["then", "{seven}"]
-    assert _prose("`open and\n\nclosed`").split() == ["open", "and", "closed"]
+    assert _prose("`open and\n\nclosed`").split() == ["`open", "and", "closed`"]
 
 
 def test_a_foreign_word_costs_its_share() -> None:
