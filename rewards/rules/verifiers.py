@@ -34,10 +34,6 @@ _STATED = re.compile(
     r"((?:\W{0,9}[a-z][.):](?=\s|$))?(?:[^\n.!?]|\.(?=\d))*)",
     re.IGNORECASE,
 )
-# "The answer is A? No, C." and "The least likely answer is A."
-_CORRECTION = re.compile(
-    r"\?\W{0,3}(?:no|wait|actually|rather)\b\W{0,3}(?:it(?:\s+is|['’]s))?", re.I
-)
 _OPPOSITE = re.compile(
     r"\b(?:least|worst|wrong|incorrect|false|unlikely|impossible)\s(?:\w{1,20}\s){0,2}?"
     r"(?:answer|option|choice|one)\b",
@@ -47,28 +43,14 @@ _REASON = re.compile(r"\b(?:because|since|whereas|while)\b.*", re.IGNORECASE | r
 _LONE = re.compile(r"\W*(?:(?:option|choice)\W+)?([a-z])\W*", re.IGNORECASE)
 # A capital that is not part of a word or of "I'm", nor the first word of "A dog" or "I think".
 _LETTER = re.compile(r"(?<![\w'’])([A-Z])(?![\w'’])(?!(?<=[AI])\s+(?!or\b|and\b|is\b)[a-z])")
-_OUT = (
-    r"(?:rul(?:e|es|ed|ing)\s+out|(?:eliminat|exclud)(?:es?|ed|ing)|(?:reject|discard)(?:s|ed|ing)?"
-    r"|rather\s+than|instead\s+of|other\s+than)"
-)
 _BRACED = re.compile(r"\{?([^{}]*)\}")
 _NOT = re.compile(
-    rf"\b(?:not|never|neither|nor|cannot|except|{_OUT})\b|n['’]t\b"
-    r"|\b(?:all|any\w*|every\w*|no\w*)\s+but\b|[≠≤≥]|\\(?:neq?|leq?|geq?|lt|gt)(?![A-Za-z])",
+    r"\b(?:not|never|neither|nor|cannot|except|wrong|incorrect|false|impossible|(?:rul(?:e|es|ed|ing)"
+    r"\s+out|(?:eliminat|exclud)(?:es?|ed|ing)|(?:reject|discard)(?:s|ed|ing)?)"
+    r"|(?:rather|other)\s+than|instead\s+of|(?:all|any\w*|every\w*|no\w*)\s+but)\b|n['’]t\b|[≠≤≥]"
+    r"|\\(?:neq?|leq?|geq?|lt|gt)(?![A-Za-z])",
     re.IGNORECASE,
 )
-
-
-def _exclusion_pattern(choice: str) -> re.Pattern[str]:
-    option = rf"(?:(?:the|option|choice|answer)\s+){{0,2}}[\W]{{0,3}}{choice}[)*\]]{{0,3}}"
-    return re.compile(
-        rf"\b{_OUT}\s+{option}(?:(?:\s?,\s?(?:and\s|or\s)?|\s(?:and|or)\s){option})*"
-        rf"(?=\W*(?:$|\b(?:so|thus|hence|therefore|leaving|leaves|which)\b))"
-        rf"|\b(?:not|{_OUT})\s+{option}(?:\s?\([^()]{{0,80}}\))?(?!\w|\W{{0,3}}\s?(?:or|nor|and|(?-i:[A-Z]))\b)"
-        rf"|(?:{option}\s?(?:,|or\b|and\b)\s?){{0,2}}{option}\s(?:is|are)\s+"
-        r"(?:wrong|incorrect|false|out|excluded|eliminated|impossible|ruled\s+out)\b",
-        re.IGNORECASE,
-    )
 
 
 def _choice_verifier(spec: Mapping[str, Any]) -> Callable[[str], bool]:
@@ -95,29 +77,24 @@ def _choice_verifier(spec: Mapping[str, Any]) -> Callable[[str], bool]:
         raise ValueError(f"answer {answer!r} is not among the choices {known}")
     # Longest first: "New York" does not name "York".
     longest_first = sorted(by_text, key=len, reverse=True)
-    pattern = "|".join(map(_whole_word_pattern, longest_first)) or "(?!)"
-    any_text = re.compile(pattern, re.IGNORECASE)
-    exclusions = _exclusion_pattern(rf"(?:{pattern}|(?<![\w'’])(?-i:[A-Z])(?![\w'’]))")
+    any_text = re.compile(
+        "|".join(map(_whole_word_pattern, longest_first)) or "(?!)", re.IGNORECASE
+    )
 
     def choices_in(fragment: str) -> set[str]:
         fragment = _one_line(WRAPPED.sub(r"\1", fragment))
         bare = _BRACED.fullmatch(fragment)  # {5}, and the end of {"answer": 5}
         fragment = bare[1] if bare is not None else fragment
-        if not fragment.rstrip().endswith("!") and (
-            letter := by_text.get(_normalize_choice(fragment))
-        ):
+        letter = by_text.get(_normalize_choice(fragment))
+        if letter and not fragment.rstrip().endswith("!"):
             return {letter}
-        fragment = exclusions.sub("…", fragment)
-        lone = _LONE.fullmatch(fragment)
-        if lone is not None:
+        if lone := _LONE.fullmatch(fragment):
             return {lone[1].upper()} & letters
-        named = {
-            by_text.get(_normalize_choice(match[0]), "") for match in any_text.finditer(fragment)
-        } - {""}
         rest = any_text.sub("…", fragment)
         if _NOT.search(rest):
             return set()
-        return named | ({match[1] for match in _LETTER.finditer(rest)} & letters)
+        named = {by_text.get(_normalize_choice(m[0]), "") for m in any_text.finditer(fragment)}
+        return (named | {match[1] for match in _LETTER.finditer(rest)}) & letters
 
     def conclusion(fragment: str) -> set[str]:
         return choices_in(_REASON.sub("", fragment)) or choices_in(fragment)
@@ -125,14 +102,12 @@ def _choice_verifier(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     def same(text: str) -> bool:
         if len(text) > _MAX_CHARACTERS:
             return False
-        marked = marked_answers(text)
-        if not marked:
-            text = text[max((m.end() for m in _CORRECTION.finditer(text)), default=0) :]
+        stated = marked_answers(text)
+        if not stated:
             sentences = re.split(r"(?<=[.!?\n])", text)
-            text = "".join(
-                part for part in sentences if not _OPPOSITE.search(part) and part[-1:] != "?"
-            )
-        stated = marked or [match[1] for match in _STATED.finditer(text)]
+            kept = [part for part in sentences if not _OPPOSITE.search(part) and part[-1:] != "?"]
+            text = "".join(kept)
+            stated = [match[1] for match in _STATED.finditer(text)]
         if stated:
             return set[str]().union(*map(conclusion, stated)) == {right}
         lines = text.strip().rstrip("!").splitlines()
@@ -155,8 +130,7 @@ def _parse_choices(choices: Any) -> dict[str, str]:
     texts: dict[str, str] = {}
     for letter, value in cast(dict[str, Any], choices).items():
         text = str(value) if type(value) in (int, float) else value
-        known = len(letter) == 1 and letter in string.ascii_uppercase
-        if not known or not isinstance(text, str) or not text.strip():
+        if letter not in [*string.ascii_uppercase] or not isinstance(text, str) or not text.strip():
             raise ValueError(f"choices[{letter}] = {value!r}: use at most 26 texts, named A to Z")
         if _normalize_choice(text) in map(_normalize_choice, texts.values()):
             raise ValueError(f"choices: {letter} has the same text as another, {text!r}")
@@ -290,15 +264,12 @@ def _regex_verifier(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     return same
 
 
-_ONE_LINE = re.compile(r"^[ \t]*```(?:json)?[ \t]*([^`\s][^`\n]*)```[ \t]*$", re.MULTILINE)
-
-
 def _schema_verifier(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     r"""Build a verifier that checks an answer against the JSON schema in `spec["answer"]`.
 
     If the whole answer is JSON, all of it is checked. Otherwise, the marked text (`\boxed{}`,
-    `<answer>`, `<json>`) or the last fenced code block that is JSON is checked. Formats are checked
-    too, except for IRIs. Nothing is downloaded. Raises ValueError if the schema is invalid.
+    `<answer>`) or the last fenced code block that is JSON is checked. Formats are checked too,
+    except for IRIs. Nothing is downloaded. Raises ValueError if the schema is invalid.
     """
     # Imported late: this takes a fifth of a second.
     from jsonschema import Draft202012Validator, SchemaError  # noqa: PLC0415
@@ -351,23 +322,10 @@ def _schema_verifier(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 
 def _json_candidates(text: str) -> Iterator[str]:
     yield text
-    blocks = _fenced_blocks(text)
-    outside = text
-    for block in blocks:
-        outside = outside.replace(block.strip(), "")
-    if marked_answer(outside) is None:  # a mark inside a block's strings does not count
-        _, opening, inside = text.rpartition("</json>")[0].rpartition("<json>")
-        yield from [inside] if opening else reversed(blocks)
-        return
-    if text.startswith("<answer>") and text.endswith("</answer>"):
-        yield text.removeprefix("<answer>").removesuffix("</answer>")
-    marked = marked_answer(text) or ""
-    yield marked
-    yield from reversed(_fenced_blocks(marked))
-
-
-def _fenced_blocks(text: str) -> list[str]:
-    return code_blocks(text) or [match[1] for match in _ONE_LINE.finditer(text)]
+    marked = marked_answer(text)
+    if marked is not None:
+        yield marked
+    yield from reversed(code_blocks(text if marked is None else marked))
 
 
 def _find_references(value: Any) -> Iterator[str]:
