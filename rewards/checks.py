@@ -34,7 +34,7 @@ def check_spec(spec: Mapping[str, Any]) -> None:
         read_task(spec)
     else:
         try:
-            verifier_for(spec, ready=False)
+            verifier_for(spec)
         except (ArithmeticError, AttributeError, KeyError, TypeError) as error:
             # From options that a reasoning_gym task does not support.
             raise ValueError(f"reward spec of kind {kind!r}: {error}") from error

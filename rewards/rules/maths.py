@@ -4,8 +4,7 @@ Both texts go through the same steps. `normalize_notation` normalizes the notati
 the text as a number, formula, list, set, region or relation, or returns it unchanged if it cannot
 read all of it. `_same_answer` then compares the two results. Numbers are stored as exact fractions,
 and `keel.rewards.rules.formula` evaluates formulas. Text that could not be parsed equals only the
-same text. Sums, integrals and determinants are evaluated by math-verify's parser. This is done once
-for the right answer, and never for a completion.
+same text.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import cache
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard
 
 from keel.rewards.rules import formula, statements
 from keel.rewards.rules.formula import INFINITE, MINUS_INFINITE, Formula, LostTerm, Unreadable
@@ -26,9 +24,7 @@ _MOST_ITEMS = 64
 _PLACES = 6  # decimal places that are compared, or as many digits below 1e-5
 
 
-def maths_verifier(
-    right: str, *, tolerance: float | None = None, ready: bool = True
-) -> Callable[[str], bool]:
+def maths_verifier(right: str, *, tolerance: float | None = None) -> Callable[[str], bool]:
     r"""Build a verifier that compares an answer with `right` by value. Numbers, formulas, sets and
     intervals may be written in any form. Words are compared as text.
 
@@ -39,35 +35,25 @@ def maths_verifier(
     If `right` is a number, the answer must be a number too: `70 - 67` is not accepted for 3, but
     `i^2` is accepted for -1. Decimals are compared to six places, or to six digits below 1e-5. A
     unit or remark after a number is ignored. If `right` has a percent sign, 50 % equals both 50 and
-    1/2. `tolerance` is relative to the right number, or absolute if that number is 0.
-
-    If `ready` is set, the right answer is parsed immediately, so that this does not count towards
-    the time limit of the first completion. Raises ValueError unless `tolerance` is between 0 and 1.
+    1/2. `tolerance` is relative to the right number, or absolute if that number is 0. Raises
+    ValueError unless it is between 0 and 1.
     """
     if tolerance is not None and not (type(tolerance) is float and 0 < tolerance < 1):
         raise ValueError(f"tolerance = {tolerance!r} must be a number between 0 and 1")
     right = statements.strip_formatting(right)
     spelling, words = statements.normalize_spelling(right), statements.answer_words(right)
     longest = max(_MAX_CHARACTERS, 4 * len(right))
-    gold = cache(
-        lambda: [
-            _parse_right_answer(normalize_notation(right)),
-            *_parse_without_grouping(normalize_notation(right)),
-        ]
-    )
-    if ready and not words:
-        gold()
+    gold = _readings(right)
 
     def judge(answer: str) -> bool:
         number = None if words else _NUMBER.fullmatch(answer)
-        if number and isinstance(expected := gold()[0], _Number):
-            return _same_number(expected, _parse_number(number), tolerance)
+        if number and isinstance(gold[0], _Number):
+            return _same_number(gold[0], _parse_number(number), tolerance)
         answer = statements.strip_formatting(answer)
         if not answer or words or statements.normalize_spelling(answer) == spelling:
             return bool(answer) and statements.normalize_spelling(answer) == spelling
-        answer = normalize_notation(answer)
-        readings = [_parse(answer), *_parse_without_grouping(answer)]
-        return any(_same_answer(one, other, tolerance) for one in gold() for other in readings)
+        readings = _readings(answer)
+        return any(_same_answer(one, other, tolerance) for one in gold for other in readings)
 
     def verify(text: str) -> bool:
         text = text.replace("\\fbox{", BOXED)
@@ -88,22 +74,11 @@ def maths_verifier(
     return verify
 
 
-_CALCULUS = re.compile(r"\\(?:sum|prod|int|lim|iint|det)(?![a-z])|\\begin\s*\{vmatrix\}")
-
-
-def _parse_right_answer(text: str) -> _Answer:
-    if not _CALCULUS.search(text):
-        return _parse(text)
-    from latex2sympy2_extended import latex2sympy  # noqa: PLC0415  # pyright: ignore
-    from sympy import latex  # noqa: PLC0415  # pyright: ignore
-
-    try:
-        value = cast(Any, latex2sympy(text, is_real=None)).doit()
-        answer = _parse(normalize_notation(cast(str, latex(value))))
-    except Exception:  # whatever the library cannot read is compared as text
-        return text
-    index = re.search(r"_\s*\{\s*i\s*=", text)  # an index, and not the imaginary unit
-    return text if index and isinstance(answer, Formula) and answer.imaginary else answer
+def _readings(text: str) -> list[_Answer]:
+    """Parse an answer. A text such as `100,200` is read both as a number and as a list."""
+    text = normalize_notation(text)
+    spaced = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", ", ", text)
+    return [_parse(one) for one in dict.fromkeys((text, spaced))]
 
 
 # --- Reading ---
@@ -187,13 +162,6 @@ def _parse_number(match: re.Match[str]) -> _Number | str:
         exponent, form = exponent + int(match["ten"]), "scientific"
     value = Fraction((match["whole"] or "0").replace(",", "") + decimals) * Fraction(10) ** exponent
     return _Number(sign * value, form, percent=bool(match["percent"]))
-
-
-def _parse_without_grouping(text: str) -> list[_Answer]:
-    """Parse a text such as `100,200` as a list, even though `_parse` reads it as a single number.
-    Returns [] if the text contains no such comma."""
-    spaced = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", ", ", text)
-    return [] if spaced == text else [_parse(spaced)]
 
 
 _BEGIN = re.compile(
@@ -347,11 +315,8 @@ def _constant(text: str) -> Any:
     return answer.constant() if answer else None
 
 
-_DISTANCE = re.compile(r"\|\s*(\d*)\s*[A-Za-z]\s*([+-][^|]*)?\|")
-
-
 def _parse_inequality(sides: tuple[str, ...], signs: str) -> _Region | None:
-    r"""Parse an inequality in one variable, such as `1 < x < 2`, `x \ne 3` or `|2x - 1| < 3`."""
+    r"""Parse an inequality in one variable, such as `1 < x < 2` or `x \ne 3`."""
     if signs[0] in ">≥":
         sides, signs = sides[::-1], signs.translate(_FLIPPED)[::-1]
     if signs not in ("≠", "<", "≤", "<<", "<≤", "≤<", "≤≤"):
@@ -363,23 +328,14 @@ def _parse_inequality(sides: tuple[str, ...], signs: str) -> _Region | None:
         if place != 1 or low is None or high is None:
             return None
         return _interval(low, high, "(["[signs[0] == "≤"] + ")]"[signs[1] == "≤"])
-    closed = signs == "≤"
-    inside, outside = (_DISTANCE.fullmatch(side) for side in (sides[0], sides[-1]))
-    match = inside or outside
-    if match is None and place >= 0 and (end := values[1 - place]):
-        if signs == "≠":
-            return _complement(_interval(end, end, "[]"))
-        ends = (end, INFINITE) if place else (MINUS_INFINITE, end)
-        return _interval(*ends, "[]" if closed else "()")
-    if match is None or (inside and outside) or signs == "≠":
+    end = values[1 - place] if place >= 0 else None
+    if end is None:
         return None
-    radius, shift, factor = sides[inside is not None], match[2] or "", match[1] or "1"
-    distances = [rf"\frac{{{sign}({radius})-(0{shift})}}{{{factor}}}" for sign in "-+"]
-    low, high = (_as_formula(_parse(end, 5)) for end in distances)
-    if not low or not high or low.imaginary or not _end_position(low) < _end_position(high):
-        return None
-    region = _interval(low, high, "[]" if closed == bool(inside) else "()")
-    return region if inside else _complement(region)
+    if signs == "≠":
+        low, high = _interval(MINUS_INFINITE, INFINITE, "()").cuts
+        return _Region((low, *_interval(end, end, "[]").cuts, high))
+    ends = (end, INFINITE) if place else (MINUS_INFINITE, end)
+    return _interval(*ends, "[]" if signs == "≤" else "()")
 
 
 def _interval(low: Formula, high: Formula, brackets: str) -> _Region:
@@ -395,11 +351,6 @@ def _end_position(end: Formula) -> float:
         return float("nan" if value is None else value.real)
     except (LostTerm, OverflowError):
         return float("nan")
-
-
-def _complement(region: _Region) -> _Region:
-    low, high = _interval(MINUS_INFINITE, INFINITE, "()").cuts
-    return _Region((low, *region.cuts, high))
 
 
 def _combine_regions(
@@ -465,7 +416,6 @@ _SHORT = re.compile(
     r"(?P<number>[+-]?[\d.,]+)(?:\s+|(?=[ckm]?m\b|kg\b|ft\b))"
     rf"(?P<unit>{_LETTERS}(?:\s?/\s?{_LETTERS})?)"
 )
-_MODULO = re.compile(r"([^\\]+)\(?\s*\\pmod\s*\{?\s*(\d{1,15})\s*\}?\s*\)?")
 _SHORT_UNITS = """
 m s g h l j n w v k c f cm mm km kg mg ml ft in yd mi lb oz hr min sec mph rpm kmh rad deg am pm hz
 pa kpa nm
@@ -496,10 +446,6 @@ def _parse_quantity(text: str, depth: int) -> _Answer:
         return formula.parse_formula(text)
     except Unreadable:
         pass
-    if match := _MODULO.fullmatch(text):
-        value = _parse(match[1], depth)
-        if isinstance(value, _Number) and 0 <= value.value < int(match[2]):
-            return value._replace(unit=f"mod {match[2]}")
     match = _TRAILING.fullmatch(text)
     if match is None:
         return text
@@ -580,7 +526,7 @@ def _same_number(gold: _Number, given: _Answer, tolerance: float | None) -> bool
     if not isinstance(given, _Number):
         return False
     units = {gold.unit, given.unit}
-    if len(units) > 1 and (units <= {*_UNITS.values()} or gold.unit[:3] == "mod"):
+    if len(units) > 1 and units <= {*_UNITS.values()}:
         return False
     if given.form in _EQUIVALENT_FORMS and given.form != gold.form:
         lowest = given.form == "fraction" and given.lowest

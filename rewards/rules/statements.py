@@ -47,9 +47,7 @@ _MIXED = re.compile(r"(?<![\w.,/^{}])(\d{1,15})[ ~]\s*(\d{1,15})/(\d{1,15})(?![\
 _FUNCTION = re.compile(r"(?:arc)?(?:sin|cos|tan|cot)h?|sec|csc|ln|log|lg|exp|max|min|gcd|lcm|det")
 _AFTER_VALUE = re.compile(r"[\d})](?:\s|\\[,;:! ]|~){0,4}\Z")
 _JOINED = re.compile(r"(.*[^\s,;])(?:\s*[,;]|[\s,;]+(and|or))")
-_NUMERALS = "two three four five six seven eight nine ten eleven twelve"
 _SPELLINGS = {"**": "^", "...": "\\ldots ", "=>": "→", ">=": "≥", "<=": "≤", "$": ""}
-_BASES = {word: str(base) for base, word in enumerate(_NUMERALS.split(), 2)}
 _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
 
@@ -88,7 +86,7 @@ def _replace_upright(match: re.Match[str]) -> str:
     if content in ("e", "i", "d") or letter or numbers:
         return f" {content} "
     if match.string[: match.start()].endswith("_{"):
-        return _BASES.get(word, rf"\text{{{content}}}")
+        return rf"\text{{{content}}}"
     if joined := _JOINED.fullmatch(content):  # 3 red and, before 4 blue
         return rf"\text{{{joined[1]}}}{' ¦ ' if joined[2] == 'or' else ', '}"
     return rf"\text{{{content}}}"
@@ -105,9 +103,9 @@ def _replace_number_word(match: re.Match[str]) -> str:
 
 
 def _to_fraction(match: re.Match[str]) -> str:
-    once, again = match[2], match[3] or match[4] or match[5]
-    value = Fraction(f"{match[1] or 0}.{once or 0}")
-    value += Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(once))
+    start, again = match[2], match[3] or match[4]
+    value = Fraction(f"{match[1] or 0}.{start or 0}")
+    value += Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(start))
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
@@ -131,9 +129,10 @@ _REPLACEMENTS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"|\b(?:USD|EUR|Rs\.?)(?=\s?\d))\s*(?=[\d.])|(?<=\d)\s*[€£¥]": "",
     r"(?i)\s*(?:\\[,;: ]\s*)?(?:\\?%|\\(?:text|mathrm)\s*\{\s*(?:\\?%|per\s?cent)\s*\}"
     r"|(?<=[\d\s}])per\s?cent\b)": "%",
-    # 0.1\overline{6}, 0.1(6)
-    r"(?<![\w.,])(\d{0,15})\.(\d{0,15})"
-    r"(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,15})\s*\}|(\d))|\((\d{1,15})\)$)": _to_fraction,
+    # 0.1\overline{6}
+    r"(?<![\w.,])(\d{0,15})\.(\d{0,15})\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,15})\s*\}|(\d))": (
+        _to_fraction
+    ),
     r"\{([^{}]*)\\choose\s?([^{}]*)\}": r"\\binom{\1}{\2}",
     r"\\(?:mathrm|text(?:rm|bf|it|normal)?|rm|operatorname\*?|mathit|mathsf|mbox)"
     r"\s*\{([^{}]*)\}": _replace_upright,

@@ -172,9 +172,7 @@ process.
 _MATCH_TIMEOUT_S = 0.5
 
 
-def verifier_for(
-    spec: Mapping[str, Any], code: CodeSettings | None = None, *, ready: bool = True
-) -> Verifier:
+def verifier_for(spec: Mapping[str, Any], code: CodeSettings | None = None) -> Verifier:
     """Build the verifier for a reward spec, or for a reward component that scores a whole
     trajectory. Raises ValueError if the spec is malformed."""
     kind = spec.get("kind")
@@ -186,7 +184,7 @@ def verifier_for(
 
         return language_verifier(spec)
     if kind == "answer":
-        verify = _answer_verifier(spec, ready=ready)
+        verify = _answer_verifier(spec)
     elif kind == "code":
         verify = _code_verifier(spec, code or CodeSettings())
     elif kind == "reasoning_gym":
@@ -201,14 +199,14 @@ RULE_KINDS = ("reasoning_gym", "answer", "code")
 data must not be able to name code. They score the output of `TextTrajectory.dumps`."""
 
 
-def _answer_verifier(spec: Mapping[str, Any], *, ready: bool = True) -> Verifier:
+def _answer_verifier(spec: Mapping[str, Any]) -> Verifier:
     match, right = spec.get("match", "math"), spec.get("answer")
     if not isinstance(match, str) or match not in _MATCHES:
         raise ValueError(f"reward spec has match {match!r}; use one of {', '.join(_MATCHES)}")
     if match != "schema" and not isinstance(right, str):
         raise ValueError("reward spec of kind 'answer' needs an `answer`, a text")
     if match == "math":
-        same = maths_verifier(str(right), tolerance=spec.get("tolerance"), ready=ready)
+        same = maths_verifier(str(right), tolerance=spec.get("tolerance"))
     else:
         same = _MATCHES[match](spec)
     return lambda text: float(same(text))

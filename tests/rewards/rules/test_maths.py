@@ -1,8 +1,6 @@
 r"""Mathematical answers: the corpus answers.jsonl by kind, formats of the answer, and bounds."""
 
 import json
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from functools import cache
@@ -141,16 +139,6 @@ def test_hostile_texts_are_quick(right: str) -> None:
             began = time.thread_time()
             assert verify(variant) == 0.0, text[:40]
             assert time.thread_time() - began < 1.0, text[:40]
-
-
-@pytest.mark.e2e
-def test_plain_answers_load_no_computer_algebra() -> None:
-    code = (
-        "import sys; from keel.rewards.rules.maths import maths_verifier as m\n"
-        "assert m('42')(r'\\boxed{42}') and m(r'\\{1,2\\}')(r'\\boxed{\\{2,1\\}}')\n"
-        "assert m(r'x^2+1')('$1+x^2$') and not any('sympy' in name for name in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_tolerance_must_be_a_fraction() -> None:
