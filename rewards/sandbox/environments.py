@@ -11,7 +11,6 @@ other processes in the sandbox are killed. The outer process exits last.
 """
 
 import base64
-import json
 import os
 import platform
 import re
@@ -293,11 +292,6 @@ def _probe_problem(sandbox: EnvironmentSandbox) -> str:
     return message or f"exit status {done.returncode}"
 
 
-_QUERY = (
-    "import json, sys;"
-    "print(json.dumps([sys.executable, sys.prefix, sys.base_prefix, sys.base_exec_prefix]))"
-)
-_QUERY_TIMEOUT_S = 30.0
 _PARTS = ("bin", "lib", "lib64", "share", "ssl", "pyvenv.cfg")  # the rest may be unrelated files
 _MAX_LINKS = 40
 _PYTHON = re.compile(r"python[0-9.]*t?")
@@ -316,43 +310,22 @@ def find_runtime(program: str) -> _Runtime:
     if executable is None:
         raise FileNotFoundError(f"there is no program {program}")
     path = Path(executable).absolute()
+    paths = list(_link_chain(path))
     if _PYTHON.fullmatch(path.name):
-        return _python_runtime(path)
+        # The folders of a virtual environment and of the interpreter that it links to.
+        prefixes = dict.fromkeys(link.parent.parent for link in (path, *paths))
+        parts = [prefix / name for prefix in prefixes if prefix.name for name in _PARTS]
+        paths += [link for part in parts if part.exists() for link in _link_chain(part)]
+        return _Runtime(str(path), tuple(dict.fromkeys(paths)))
     with path.open("rb") as file:
         first = file.readline(512)
-    paths = tuple(_link_chain(path))
     if first.startswith(b"#!"):
         words = shlex.split(first[2:].decode(errors="replace"))
         if words and Path(words[0]).name == "env":
             words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
         if words:
             paths += find_runtime(words[0]).paths
-    return _Runtime(str(path), paths)
-
-
-def _python_runtime(path: Path) -> _Runtime:
-    # Without `site`: nothing from the environment runs outside the sandbox.
-    command = [str(path), "-I", "-S", "-c", _QUERY]
-    env = {name: os.environ[name] for name in ("HOME", "PATH") if name in os.environ}
-    try:
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True
-        )
-        executable, *prefixes = json.loads(done.stdout)
-    except (subprocess.SubprocessError, ValueError) as error:
-        raise FileNotFoundError(f"{path} is no Python interpreter: {error}") from error
-    folders = [Path(prefix) for prefix in prefixes]
-    venv = Path(executable).parent.parent
-    if (venv / "pyvenv.cfg").is_file():  # before 3.14, only `site` adds it to the prefixes
-        folders.append(venv)
-    paths = [
-        part
-        for folder in dict.fromkeys(folders)
-        for name in _PARTS
-        if (folder / name).exists()
-        for part in _link_chain(folder / name)
-    ]
-    return _Runtime(executable, tuple(dict.fromkeys([*paths, *_link_chain(Path(executable))])))
+    return _Runtime(str(path), tuple(paths))
 
 
 def _link_chain(path: Path) -> Iterator[Path]:
