@@ -7,9 +7,8 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -45,6 +44,8 @@ from keel.rl.types import (
     Trajectory,
 )
 
+_Result = VerifierScore | Judged | Failed
+
 
 @dataclass(slots=True)
 class _Draft:
@@ -55,28 +56,19 @@ class _Draft:
     notes: dict[str, str] = field(default_factory=dict[str, str])  # of judged criteria and errors
     dropped: str = ""  # why the trajectory is dropped
 
-    def add_judgement(self, part: str, result: Judged | Failed) -> None:
+    def add(self, part: str, result: _Result) -> None:
         if isinstance(result, Failed):
             self.dropped = self.dropped or f"the judge failed ({result.kind}): {result.reason}"
-            return
-        prefix = f"{REFUSAL}: " if part == REFUSAL else ""
-        self.parts |= {part: result.value, **({} if prefix else result.parts)}
-        for verdict in result.verdicts:
-            self.notes[prefix + verdict.name] = f"{verdict.score:g}: {verdict.reason}"
-
-    def add_score(self, part: str, result: VerifierScore) -> None:
-        self.parts |= {**result.parts, part: result.score}
-        if result.error:
-            self.parts[ERROR] = 1.0
-            self.notes[part] = f"error: {result.error}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """Futures for a group's reward components, keyed by component."""
-
-    judged: dict[str, list[Future[Judged | Failed]]]  # from the judge, one per trajectory
-    verified: dict[str, list[Future[list[VerifierScore]]]]  # from the worker processes
+        elif isinstance(result, Judged):
+            prefix = f"{REFUSAL}: " if part == REFUSAL else ""
+            self.parts |= {part: result.value, **({} if prefix else result.parts)}
+            for verdict in result.verdicts:
+                self.notes[prefix + verdict.name] = f"{verdict.score:g}: {verdict.reason}"
+        else:
+            self.parts |= {**result.parts, part: result.score}
+            if result.error:
+                self.parts[ERROR] = 1.0
+                self.notes[part] = f"error: {result.error}"
 
 
 class Scorer:
@@ -132,8 +124,7 @@ class Scorer:
             pending = self._start(group)
         except ValueError as error:
             return failed(ValueError(f"prompt {group.prompt.prompt_id} {error}"))
-        futures = chain(*pending.judged.values(), *pending.verified.values())
-        return when_all([*futures], lambda: self._score_drafts(group, pending, purpose))
+        return when_all([*pending.values()], lambda: self._score_drafts(group, pending, purpose))
 
     def metrics(self) -> dict[str, Metric]:
         """Return the judge's metrics since the last call, or an empty dict without a judge."""
@@ -151,69 +142,74 @@ class Scorer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _start(self, group: Group) -> _Pending:
+    def _start(self, group: Group) -> dict[str, Future[list[_Result]]]:
+        """Start computing a group's reward components. Each has one result per trajectory."""
         prompt, trajectories = group.prompt, group.trajectories
         kind, weights = prompt.reward.get("kind"), self._weights.get(prompt.domain)
         if weights is None:
             raise ValueError(f"has no rewards for its domain {prompt.domain!r} in data.sources")
         compose.check_parts(str(kind), weights)
-        judged: dict[str, list[Future[Judged | Failed]]] = {}
-        verified: dict[str, list[Future[list[VerifierScore]]]] = {}
+        pending: dict[str, Future[list[_Result]]] = {}
         if kind in JUDGED_KINDS:
-            judged["correct"] = self._start_judge(prompt, trajectories)
+            pending["correct"] = self._judge_all(prompt, trajectories)
         elif kind not in (ENVIRONMENT, FUNCTIONS):
-            verified["correct"] = self._start_verifier(prompt, trajectories)
+            pending["correct"] = self._verify(prompt, trajectories)
         if REFUSAL in weights:
-            judged[REFUSAL] = self._start_judge(replace(prompt, reward=REFUSAL_SPEC), trajectories)
+            pending[REFUSAL] = self._judge_all(replace(prompt, reward=REFUSAL_SPEC), trajectories)
         for name in weights:
             if is_function(name):
-                verified[name] = [self._start_function(name, group)]
+                pending[name] = self._call_function(name, group)
             elif name in LANGUAGE_PARTS:
-                # An environment may have written the task.
-                opening = (
-                    _opening_messages(prompt, trajectories[0]) if trajectories else prompt.messages
-                )
-                task = str(opening[-1].get("content") or "")
-                spec = {"kind": "language", "prompt": task, "of": LANGUAGE_PARTS[name]}
-                texts = [_serialize(trajectory, sampled=True) for trajectory in trajectories]
-                verified[name] = [self._pool.submit(spec, texts)]
-        return _Pending(judged, verified)
+                pending[name] = self._measure_language(LANGUAGE_PARTS[name], group)
+        return pending
 
-    def _start_judge(
+    def _judge_all(
         self, prompt: Prompt, trajectories: Sequence[Trajectory]
-    ) -> list[Future[Judged | Failed]]:
+    ) -> Future[list[_Result]]:
         if self._judge is None:
             raise ValueError("needs a judge; set rewards.judge.base_url and model")
-        return [
+        answers = [
             self._judge.submit(replace(prompt, messages=_opening_messages(prompt, one)), one)
             for one in trajectories
         ]
+        return when_all(answers, lambda: [answer.result() for answer in answers])
 
-    def _start_function(self, name: str, group: Group) -> Future[list[VerifierScore]]:
+    def _verify(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Future[list[_Result]]:
+        completions = [final_text(trajectory.messages) for trajectory in trajectories]
+        if prompt.reward.get("kind") != "code":
+            return self._submit(prompt.reward, completions)
+        # Programs take seconds: one job each, so that all workers share them.
+        jobs = {text: self._submit(prompt.reward, [text]) for text in set(completions)}
+        return when_all([*jobs.values()], lambda: [jobs[text].result()[0] for text in completions])
+
+    def _call_function(self, name: str, group: Group) -> Future[list[_Result]]:
         spec = {"kind": "function", "name": name, "prompt": prompt_fields(group.prompt)}
         texts = [_serialize(trajectory) for trajectory in group.trajectories]
         if name not in self._group_functions:
-            return self._pool.submit(spec, texts)
+            return self._submit(spec, texts)
         whole = self._pool.submit({**spec, "group": True}, [json.dumps(texts)])
 
-        def split() -> list[VerifierScore]:
+        def split() -> list[_Result]:
             (result,) = whole.result()
             scores = [result.parts.get(str(index), 0.0) for index in range(len(texts))]
             return [replace(result, score=score, parts={}) for score in scores]
 
         return when_all([whole], split)
 
-    def _start_verifier(
-        self, prompt: Prompt, trajectories: Sequence[Trajectory]
-    ) -> list[Future[list[VerifierScore]]]:
-        completions = [final_text(trajectory.messages) for trajectory in trajectories]
-        if prompt.reward.get("kind") != "code":
-            return [self._pool.submit(prompt.reward, completions)]
-        # Programs take seconds: one job each, so that all workers share them.
-        jobs = {text: self._pool.submit(prompt.reward, [text]) for text in set(completions)}
-        return [jobs[text] for text in completions]
+    def _measure_language(self, of: str, group: Group) -> Future[list[_Result]]:
+        prompt, trajectories = group.prompt, group.trajectories
+        # An environment may have written the task.
+        opening = _opening_messages(prompt, trajectories[0]) if trajectories else prompt.messages
+        task = str(opening[-1].get("content") or "")
+        texts = [_serialize(trajectory, sampled=True) for trajectory in trajectories]
+        return self._submit({"kind": "language", "prompt": task, "of": of}, texts)
 
-    def _collect_parts(self, group: Group, pending: _Pending) -> list[_Draft]:
+    def _submit(self, spec: Mapping[str, Any], texts: Sequence[str]) -> Future[list[_Result]]:
+        return cast(Future[list[_Result]], self._pool.submit(spec, texts))
+
+    def _collect_parts(
+        self, group: Group, pending: Mapping[str, Future[list[_Result]]]
+    ) -> list[_Draft]:
         """Collect all of a group's reward components. Raises ValueError if its prompt or verdict is
         invalid."""
         prompt, weights = group.prompt, self._weights[group.prompt.domain]
@@ -223,17 +219,14 @@ class Scorer:
                 draft.parts = {**draft.trajectory.verdict.parts, ERROR: 0.0}
             if prompt.environment and kind == ENVIRONMENT and "correct" not in draft.parts:
                 raise ValueError("its environment's verdict has no part `correct`; return one")
-        for part, answers in pending.judged.items():
-            for draft, answer in zip(drafts, answers, strict=True):
-                draft.add_judgement(part, answer.result())
-        for part, futures in pending.verified.items():
-            scores = [score for future in futures for score in future.result()]
+        for part, future in pending.items():
+            results = future.result()
             label = (str(prompt.reward.get(key, "")) for key in ("kind", "task", "match"))
             name = f"correct ({' '.join(filter(None, label))})" if part == "correct" else part
-            errors = [(score.error, score.at) for score in scores]
+            errors = [(one.error, one.at) for one in results if isinstance(one, VerifierScore)]
             self._failures.record(name, prompt.prompt_id, errors, counted=is_function(part))
-            for draft, score in zip(drafts, scores, strict=True):
-                draft.add_score(part, score)
+            for draft, result in zip(drafts, results, strict=True):
+                draft.add(part, result)
         for draft in drafts:
             if kind == FUNCTIONS:
                 graded = {n: w for n, w in weights.items() if is_function(n) and w > 0}
@@ -249,7 +242,9 @@ class Scorer:
             _check_parts(draft, weights)
         return drafts
 
-    def _score_drafts(self, group: Group, pending: _Pending, purpose: Purpose) -> ScoredGroup:
+    def _score_drafts(
+        self, group: Group, pending: Mapping[str, Future[list[_Result]]], purpose: Purpose
+    ) -> ScoredGroup:
         weights = self._weights[group.prompt.domain]
         rule = self._lengths.get(group.prompt.domain, LengthRule())
         try:
