@@ -161,9 +161,8 @@ def scores(
     from keel.trainer.engine.policy import (  # noqa: PLC0415
         Inputs,
         PolicyNetwork,
-        compile_layers,
-        recorded_routes,
     )
+    from keel.trainer.engine.zero import compile_layers  # noqa: PLC0415
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network = PolicyNetwork(
@@ -173,7 +172,7 @@ def scores(
         wide_residual=arm.residual == "float32",
     )
     network = network.to(device).train()
-    network.replays = replay == "everything"  # the selections of sparse attention
+    network.replays_selections = replay == "everything"  # the selections of sparse attention
     if arm.compiled:
         compile_layers(network.model)
     (plan,) = plan_packing([unscored(g) for g in groups], ranks=1, micro_batch_tokens=8192)
@@ -186,7 +185,7 @@ def scores(
             micro_batch = replace(micro_batch, routes_NLK=None, sampling_mask=None)
         inputs = Inputs.of(micro_batch, device)
         live = inputs.routes_NLK is None
-        with torch.no_grad(), nullcontext() if live else recorded_routes(network, inputs):
+        with torch.no_grad(), nullcontext() if live else network.keep_routing(inputs):
             logp, *_ = network(inputs=inputs)
         parts.append(
             (

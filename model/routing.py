@@ -262,7 +262,7 @@ class Replay:
         same_N, layers_N = self._by_token_2N
         return same_N / (layers_N * self._experts)
 
-    def metrics(self, *, ends: int = 0) -> dict[str, Mean]:
+    def metrics(self, *, unrouted: int = 0) -> dict[str, Mean]:
         """Return the metrics of the forward passes, not counting recomputation. Synchronizes with
         the device once.
 
@@ -270,10 +270,10 @@ class Replay:
         routing/fallback_fraction  fraction of (token, layer) rows that were not recorded. The
                                    last token of each segment is excluded
 
-        `ends` is the number of these last tokens.
+        `unrouted` is the number of these last tokens.
         """
         same, recorded = torch.stack(self._counts).sum(0).tolist() if self._counts else (0, 0)
-        routable = self._rows - ends * len(self._calls)
+        routable = self._rows - unrouted * len(self._calls)
         return {
             "routing/overlap": Mean(same / self._experts, recorded),
             "routing/fallback_fraction": Mean(routable - recorded, routable),

@@ -22,7 +22,6 @@ from transformers.utils import logging
 
 from keel.configs.schema import ConfigError, LoraConfig
 from keel.model.attention import Segments, UnsupportedAttention, use_packed_attention
-from keel.model.head.support import install_support_head
 from keel.model.hub import (
     KNOWN,
     format_error,
@@ -32,6 +31,7 @@ from keel.model.hub import (
     tensors_named,
 )
 from keel.model.load import ModelFacts, facts_of, readable_tensors
+from keel.model.logprobs import install_support_head
 from keel.model.routing import router_modules
 from keel.model.sparse.attention import use_sparse_attention
 

@@ -138,6 +138,11 @@ class MicroBatch:
         return np.full(len(self.sequence_tokens_S), -1, np.int64)
 
     @property
+    def sampled_rows(self) -> NDArray[np.int64]:
+        """Positions of the sampled tokens."""
+        return np.flatnonzero(self.trainable_N)
+
+    @property
     def shared_tokens(self) -> int:
         """Number of tokens saved by prefix sharing."""
         if self.follows is None:

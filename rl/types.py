@@ -9,8 +9,8 @@ never modifies it. Only the weights and their version are passed back.
 Alignment: entry t of `token_ids_T`, `trainable_T`, `logp_old_T`, `version_T` and `sampling_mask`
 describes token t (target-aligned). Row t of `routes_TLK` has the experts that processed token t as
 *input* (input-aligned), so the last token of a segment has no route.
-`keel.model.logprobs.head_inputs` converts between the two for log-probabilities, and `seen_tokens`
-in `keel.trainer.engine.policy` for routes.
+`keel.trainer.engine.policy` converts between the two: `HeadInputs` for log-probabilities, and
+`seen_tokens` for routes.
 """
 
 from __future__ import annotations

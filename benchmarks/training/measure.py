@@ -22,7 +22,7 @@ from benchmarks.training.cases import Case, estimates, model_of
 from benchmarks.training.support_head import synchronize
 from keel.model.load import ModelFacts, facts_of
 from keel.rl.packing import TrainBatch
-from keel.trainer.engine import policy
+from keel.trainer.engine import zero
 from keel.trainer.placement.hardware import GpuSpec
 from keel.trainer.placement.memory import GIB
 from keel.trainer.placement.step_time import body_parameters
@@ -73,7 +73,7 @@ def run(job: Job) -> None:
     file = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
     store = file(job.store, job.ranks) if job.ranks > 1 else None
     if job.small:
-        policy.BACKEND = "aot_eager"  # the same graphs without compiling C++
+        zero.BACKEND = "aot_eager"  # the same graphs without compiling C++
         torch.set_num_threads(1)
     for _, cases in groupby(job.cases, lambda case: case.engine):
         engine: SyntheticEngine | None = None

@@ -11,22 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keel.model.head import support
-from keel.model.head.support import (
+from keel.model import logprobs
+from keel.model.logprobs import (
     SupportHead,
     _logit_shape,
     install_support_head,
     support_head,
-)
-from keel.model.logprobs import (
-    head_inputs,
-    kept_mass,
-    policy_logprobs,
     support_logprobs,
-    trainable_rows,
 )
 from keel.rl.packing import MicroBatch
 from keel.rl.types import SamplingMasks
+from keel.trainer.engine.policy import HeadInputs
 from tests.model.families import VOCAB, build
 
 
@@ -95,10 +90,10 @@ def against_dense(hidden, weight, targets, kept, *, temperature=1.0, tolerance=1
 
 @pytest.fixture(params=["gather", "gemm"])
 def plan(request, monkeypatch):
-    monkeypatch.setattr(support, "_GATHER_COST", 0 if request.param == "gather" else 10**9)
-    monkeypatch.setattr(support, "_GATHER_ELEMENTS", 40)
-    monkeypatch.setattr(support, "_GEMM_ELEMENTS", 1)
-    monkeypatch.setattr(support, "_GEMM_ROWS", 3)
+    monkeypatch.setattr(logprobs, "_GATHER_COST", 0 if request.param == "gather" else 10**9)
+    monkeypatch.setattr(logprobs, "_GATHER_ELEMENTS", 40)
+    monkeypatch.setattr(logprobs, "_GEMM_ELEMENTS", 1)
+    monkeypatch.setattr(logprobs, "_GEMM_ROWS", 3)
 
 
 @pytest.mark.parametrize("sizes", [[3, 1, 7, 11, 2, 5, 4], [0] * 7, [0, 4, 0, 1, 0, 11, 6], [2]])
@@ -120,7 +115,7 @@ def test_random_spans_match_a_dense_softmax(sizes, gemm, temperature, scale, sof
     hidden, weight, targets, kept = case(sizes, vocab=13, dim=5, seed=seed)
     bias = torch.randn(13, requires_grad=True) if biased else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(support, "_GATHER_COST", 10**9 if gemm else 0)
+        patch.setattr(logprobs, "_GATHER_COST", 10**9 if gemm else 0)
         shape = {"bias": bias, "scale": scale, "softcap": softcap}
         # float32 rounds logits relative to their size.
         tolerance = 1e-4 * max(1.0, scale / temperature)
@@ -153,11 +148,11 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("size", "most"), [(4, 10_000), (0, support._GEMM_ROWS * 1000)])
+@pytest.mark.parametrize(("size", "most"), [(4, 10_000), (0, logprobs._GEMM_ROWS * 1000)])
 def test_tokens_times_vocabulary_never_exists(size, most):
     hidden, weight, targets, kept = case([size] * 600, vocab=1000, dim=10)
     with pytest.MonkeyPatch.context() as patch, LargestTensor() as largest:
-        patch.setattr(support, "_GEMM_ELEMENTS", 1)
+        patch.setattr(logprobs, "_GEMM_ELEMENTS", 1)
         support_logprobs(hidden, weight, targets, *tensors(kept)).sum().backward()
     assert largest.elements <= max(most, weight.numel(), 600 * 4 * 10)
 
@@ -212,7 +207,7 @@ def test_masks_are_validated_like_sets(data):
     ids = torch.tensor([i for span in spans for i in span], dtype=dtype)
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     with nullcontext() if valid else pytest.raises(ValueError, match="row"):
-        support._check_values(torch.tensor(targets), ids, offsets, vocab)
+        logprobs._check_values(torch.tensor(targets), ids, offsets, vocab)
 
 
 def micro_batch(seed: int = 0, vocab: int = 12, kept: bool = True) -> MicroBatch:
@@ -249,8 +244,8 @@ def head_of(weight: Tensor):
 def test_token_is_scored_from_the_position_before(kept):
     batch = micro_batch(kept=kept)
     hidden, weight = torch.randn(9, 6, requires_grad=True), torch.randn(12, 6)
-    logp, entropy = policy_logprobs(hidden, head_of(weight), head_inputs(batch), temperature=0.8)
-    assert trainable_rows(batch).tolist() == [2, 4, 6, 7]
+    logp, entropy = HeadInputs.of(batch).logprobs(hidden, head_of(weight), temperature=0.8)
+    assert batch.sampled_rows.tolist() == [2, 4, 6, 7]
     spans = [batch.sampling_mask[t] if kept else [] for t in (2, 4, 6, 7)]
     targets = torch.from_numpy(batch.token_ids_N[[2, 4, 6, 7]]).long()
     expected, expected_entropy = dense(
@@ -268,9 +263,9 @@ def test_mask_mass_matches_a_dense_softmax(most: int):
     batch = micro_batch()
     hidden = torch.randn(9, 6, requires_grad=True)
     weight = torch.randn(12, 6, requires_grad=True)
-    inputs, head = head_inputs(batch, probes=most), head_of(weight)
-    logp, _ = policy_logprobs(hidden, head, inputs, temperature=0.8)
-    log_mass = kept_mass(hidden, head, inputs, logp, temperature=0.8)
+    inputs, head = HeadInputs.of(batch, probes=most), head_of(weight)
+    logp, _ = inputs.logprobs(hidden, head, temperature=0.8)
+    log_mass = inputs.kept_mass(hidden, head, logp, temperature=0.8)
     tokens = inputs.rows[inputs.probes].tolist()
     whole = (hidden.double() @ weight.double().t() / 0.8).log_softmax(-1)
     spans = [torch.as_tensor(batch.sampling_mask[t]).long() for t in tokens]
@@ -294,12 +289,12 @@ def test_mask_mass_matches_a_dense_softmax(most: int):
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_probes_depend_on_their_segment_only(most: int):
     batch = micro_batch()
-    whole = head_inputs(batch, probes=most)
+    whole = HeadInputs.of(batch, probes=most)
     tokens = whole.rows[whole.probes]
-    halves = [head_inputs(batch, start, stop, probes=most) for start, stop in ((0, 4), (4, 9))]
+    halves = [HeadInputs.of(batch, start, stop, probes=most) for start, stop in ((0, 4), (4, 9))]
     assert torch.equal(torch.cat([half.rows[half.probes] for half in halves]), tokens)
     assert torch.equal(torch.cat([half.probe_weight for half in halves]), whole.probe_weight)
-    sampled = trainable_rows(batch)
+    sampled = batch.sampled_rows
     for segment in np.unique(batch.segment_N[sampled]):
         members = sampled[batch.segment_N[sampled] == segment]
         stride = -(-len(members) // most)
@@ -319,9 +314,9 @@ def test_empty_micro_batches_reach_all_parameters():
     hidden = torch.randn(9, 6, requires_grad=True)
     weight = torch.randn(12, 6, requires_grad=True)
     head = head_of(weight)
-    logp, entropy = policy_logprobs(hidden, head, head_inputs(batch))
-    probed = head_inputs(replace(micro_batch(), **nothing), probes=2)
-    log_mass = kept_mass(hidden, head, probed, torch.zeros(0))
+    logp, entropy = HeadInputs.of(batch).logprobs(hidden, head)
+    probed = HeadInputs.of(replace(micro_batch(), **nothing), probes=2)
+    log_mass = probed.kept_mass(hidden, head, torch.zeros(0))
     assert logp.shape == entropy.shape == log_mass.shape == (0,)
     for empty in (logp, log_mass):
         empty.sum().backward()

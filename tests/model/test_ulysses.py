@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from keel.model.logprobs import head_inputs
 from keel.model.ulysses import Slice
 from keel.rl.types import NO_ROUTE
+from keel.trainer.engine.policy import HeadInputs
 from tests.rl.packed import pack
 from tests.rl.rollouts import random_groups
 
@@ -27,13 +27,13 @@ def test_slices_are_equal_and_ordered(tokens: int, size: int) -> None:
 def test_targets_follow_their_hidden_states(size: int) -> None:
     (batch,) = pack(random_groups(3), ranks=1, micro_batch_tokens=40)
     for row in batch.micro_batches:
-        whole = head_inputs(row)
+        whole = HeadInputs.of(row)
         tokens = len(row.token_ids_N)
         parts = []
         for rank in range(size):
             part = Slice(rank, size)
             start, stop = part.bounds(tokens)
-            here = head_inputs(row, start, stop)
+            here = HeadInputs.of(row, start, stop)
             inputs = torch.from_numpy(part.cut(row.token_ids_N, -1))
             # Ids are consecutive in a segment, so id t − 1 predicts id t.
             assert torch.equal(inputs[here.hidden_rows], here.targets - 1)

@@ -13,7 +13,6 @@ to know about the groups.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,23 +43,15 @@ from keel.trainer.engine.deepspeed_internals import (
     HeldTensors,
     check_libraries,
     clip_apart,
+    discard_gradient_sums,
+    grow_loss_scale,
     sum_in_one_pass,
     trainable,
     whole_shape,
 )
-from keel.trainer.engine.expert_parallel import ExpertLayers
+from keel.trainer.engine.expert_parallel import ExpertLayers, clip_gradients
 from keel.trainer.engine.offload import NoOffload, Offload
-from keel.trainer.engine.policy import (
-    Inputs,
-    PolicyNetwork,
-    ReferencePolicy,
-    References,
-    compile_layers,
-    recorded_routes,
-    seen_tokens,
-    use_flash4,
-    whole_sequences,
-)
+from keel.trainer.engine.policy import Inputs, PolicyNetwork, References, seen_tokens
 from keel.trainer.engine.weights import (
     Weights,
     build_from_outline,
@@ -95,7 +86,7 @@ class SplitGaps:
 
     def add(self, inputs: Inputs, logp: Tensor) -> None:
         # All ranks of a sequence-parallel group have the same.
-        if self._count and inputs.split_S is not None and inputs.part.rank == 0:
+        if self._count and inputs.split_S is not None and inputs.shard.rank == 0:
             self._totals.add(logp, inputs.logp_old_R, inputs.split_S[inputs.sequence_R])
 
     def begin_step(self) -> None:
@@ -173,17 +164,17 @@ def mass_penalty(
     [4] that `_mass_metrics` needs.
     """
     coef, sampling, head = config.algorithm.kept_mass_coef, config.rollout.sampling, inputs.head
-    weight, short = torch.zeros_like(log_mass), torch.zeros_like(log_mass)
+    weight, shortfall = torch.zeros_like(log_mass), torch.zeros_like(log_mass)
     if coef > 0 and inputs.truncated:  # also without probes: all ranks need the same graph
-        whole = _CUT * head.kept_offsets.diff()[head.probes] <= sampling.top_k
-        weight = to_device(head.probe_weight * whole, log_mass.device)
-        short = kept_mass_shortfall(log_mass, top_p=sampling.top_p)
+        uncut = _CUT * head.kept_offsets.diff()[head.probes] <= sampling.top_k
+        weight = to_device(head.probe_weight * uncut, log_mass.device)
+        shortfall = kept_mass_shortfall(log_mass, top_p=sampling.top_p)
     with torch.no_grad():
         counted = weight > 0
         ones = torch.ones_like(log_mass)
-        columns = (log_mass.exp(), ones, short * counted, ones * counted)
+        columns = (log_mass.exp(), ones, shortfall * counted, ones * counted)
         totals = torch.stack([column.sum() for column in columns])
-    return coef / total_sequences * (weight * short).sum(), totals
+    return coef / total_sequences * (weight * shortfall).sum(), totals
 
 
 def _indexer_metrics(held: Tensor) -> dict[str, Metric]:
@@ -232,7 +223,7 @@ class TrainerEngine:
         self._skips = SkipCounter(max(most, zero.SCALE_POWER) if self._scaled else most)
         self.findings: list[Finding] = []
         """The tokens on this rank that made the gradient of the last `step` non-finite."""
-        self._part = Slice.join(trainer.sequence_parallel)
+        self._shard = Slice.join(trainer.sequence_parallel)
 
         load = partial(load_policy, model_path, dtype)
         model, outline = read_once(load, dtype, readers=reading_ranks(trainer), read=read)
@@ -252,7 +243,7 @@ class TrainerEngine:
 
         self._engine = zero.initialize(network.train(), options, self.device, make_adam)
         if trainer.compile:
-            compile_layers(network.model)
+            zero.compile_layers(network.model)
         # Hooks would break compiled layers.
         self._traced_layers = () if trainer.compile else decoder_layers(network.model)
         expected = len(routers) if trainer.expert_parallel > 1 else 0
@@ -261,27 +252,26 @@ class TrainerEngine:
         sharded = zero.frozen_config(options) if self._weights.gathered else None
         frozen: list[PolicyNetwork] = []
 
-        def freeze(model: PreTrainedModel, *, replays: bool) -> ReferencePolicy:
-            frozen.append(self._make_network(model))
-            policy = ReferencePolicy.frozen(frozen[-1], self.device, sharded, replays=replays)
-            if trainer.compile:
-                compile_layers(frozen[-1].model)
-            return policy
+        references = self._references = References(self.device, sharded)
 
-        initial: ReferencePolicy | None = None
-        if config.data.uses_initial_model:
-            replays = self._replays and config.algorithm.ref_routing == "replay"
-            if config.model.lora.enabled:
-                initial = ReferencePolicy.base(network, replays=replays)
-            else:
-                device = "cpu" if sharded else self.device
-                initial = freeze(build_from_outline(outline, load, device), replays=replays)
-                if outline:
-                    copy_weights(network, frozen[0], stage=self._stage)
-        teachers = [
-            freeze(load_policy(path, dtype), replays=False) for path in config.data.references[1:]
-        ]
-        self._references = References([initial, *teachers], together=sharded is not None)
+        def freeze(model: PreTrainedModel, *, replays: bool) -> None:
+            frozen.append(self._make_network(model))
+            references.add_frozen(frozen[-1], replays=replays)
+            if trainer.compile:
+                zero.compile_layers(frozen[-1].model)
+
+        replays = self._replays and config.algorithm.ref_routing == "replay"
+        if not config.data.uses_initial_model:
+            references.add_none()
+        elif config.model.lora.enabled:
+            references.add_base(network, replays=replays)
+        else:
+            device = "cpu" if sharded else self.device
+            freeze(build_from_outline(outline, load, device), replays=replays)
+            if outline:
+                copy_weights(network, frozen[0], stage=self._stage)
+        for path in config.data.references[1:]:
+            freeze(load_policy(path, dtype), replays=False)
         self._sums_apart = dtype == torch.bfloat16 and sums_in_float32("bfloat16", trainer)
         if self._sums_apart:
             sum_in_one_pass(self._engine.optimizer)
@@ -348,7 +338,7 @@ class TrainerEngine:
         self._offload.load()
         scored = [self._score(micro_batch)[1:] for micro_batch in batch.micro_batches]
         parts = [_indexer_metrics(held) for _, held in scored]
-        if self._part.rank == 0:  # its group has the same log-probabilities
+        if self._shard.rank == 0:  # its group has the same log-probabilities
             parts += [{"nll": Mean(-float(logp.double().sum()), len(logp))} for logp, _ in scored]
         return merge(parts)
 
@@ -397,7 +387,7 @@ class TrainerEngine:
         tracer = NanTracer(self._traced_layers)
         self._engine.set_gradient_accumulation_boundary(False)
         for micro_batch in batch.micro_batches:
-            with tracer.trace(micro_batch, self._part.bounds(len(micro_batch.token_ids_N))[0]):
+            with tracer.trace(micro_batch, self._shard.bounds(len(micro_batch.token_ids_N))[0]):
                 self._accumulate(micro_batch, batch, split, tracer)
         # A non-finite loss makes all ranks skip again and drop what DeepSpeed has accumulated.
         self._engine.set_gradient_accumulation_boundary(True)
@@ -416,15 +406,15 @@ class TrainerEngine:
         """Run the forward and backward passes of one micro-batch. Returns a function that waits for
         the device and returns the metrics."""
         config = self._config
-        inputs = Inputs.of(micro_batch, self.device, self._part, probes=config.algorithm.probes)
+        inputs = Inputs.of(micro_batch, self.device, self._shard, probes=config.algorithm.probes)
         reference = self._references.logp(inputs)
-        with self._replay(inputs) as replay:
+        with self._network.keep_routing(inputs, enabled=self._replays) as replay:
             logp, entropy, log_mass, indexers, held = self._engine(inputs=inputs)
             if inputs.padding:
                 # Zero gradients for every parameter, so that all ranks reduce the same set.
                 self._engine.backward(logp.sum() + log_mass.sum() + 0 * indexers)
                 return dict
-            logp, reference = whole_sequences(inputs, logp, reference)
+            logp, reference = inputs.gather(logp, reference)
             output = _loss(
                 micro_batch, inputs, logp, reference, batch.total_sequences, config.algorithm, split
             )
@@ -440,10 +430,11 @@ class TrainerEngine:
             factor = tracer.factor if tracer else loss.detach() * 0 + 1
             self._engine.backward(loss * (factor * self._world_size))
         # `metrics` must keep neither the graph nor the inputs alive.
-        output, part = replace(output, loss=output.loss.detach()), inputs.part
+        output, shard = replace(output, loss=output.loss.detach()), inputs.shard
         seen = logp.detach() if micro_batch.watched is not None else None
         total, count, indexers = entropy.sum(), len(entropy), indexers.detach()
-        tokens, ends = inputs.token_ids.shape[1] - inputs.filled, inputs.ends
+        tokens = inputs.token_ids.shape[1] - inputs.padding_tokens
+        unrouted = inputs.unrouted_tokens
 
         def metrics() -> dict[str, Metric]:
             values: dict[str, Metric] = {"entropy/kept": Mean(float(total), count)}
@@ -451,14 +442,14 @@ class TrainerEngine:
             if layers := self._network.learning_indexers:
                 values["indexer/kl"] = Mean(float(indexers), tokens * layers)
             values |= _indexer_metrics(held) | _mass_metrics(masses)
-            if self._part.rank == 0:  # its group has the same
+            if self._shard.rank == 0:  # its group has the same
                 values |= output.metrics
                 if micro_batch.follows is not None:
                     values["train/shared_tokens"] = Sum(micro_batch.shared_tokens)
             if replay is not None:
-                values |= replay.metrics(ends=ends)
+                values |= replay.metrics(unrouted=unrouted)
             if seen is not None:
-                self.tokens |= seen_tokens(micro_batch, part, seen, replay)
+                self.tokens |= seen_tokens(micro_batch, shard, seen, replay)
             return values
 
         return metrics
@@ -466,10 +457,10 @@ class TrainerEngine:
     def _score(self, batch: MicroBatch) -> tuple[Inputs, Tensor, Tensor]:
         """Run a forward pass without gradients. Returns the inputs, the log-probabilities [R], and
         `held` [2] (see `PolicyNetwork.forward`)."""
-        inputs = Inputs.of(batch, self.device, self._part)
-        with torch.no_grad(), self._replay(inputs):
+        inputs = Inputs.of(batch, self.device, self._shard)
+        with torch.no_grad(), self._network.keep_routing(inputs, enabled=self._replays):
             logp, *_, held = self._engine(inputs=inputs)
-        return inputs, whole_sequences(inputs, logp, None)[0], held
+        return inputs, inputs.gather(logp, None)[0], held
 
     def _split_gaps(self, batch: TrainBatch) -> SplitGaps:
         """Score the batch's split trajectories ahead of an optimizer step. Collective."""
@@ -481,10 +472,22 @@ class TrainerEngine:
         return gaps
 
     def _apply_gradients(self) -> tuple[float, float]:
-        options: Any = {"clip": self._config.trainer.grad_clip, "apart": self._apart}
+        """Take the optimizer step and return two gradient norms before clipping: that of all
+        parameters except `_apart`, and that of `_apart` (0 if empty). If either is not finite, the
+        gradients are discarded and the weights stay unchanged."""
         try:
             self._offload.before_update()
-            return zero.apply_gradients(self._engine, self._network, stage=self._stage, **options)
+            if self._stage > 0:
+                return self._apply_in_zero()
+            clip = self._config.trainer.grad_clip or math.inf
+            others = (p for p in self._network.parameters() if p not in self._apart)
+            norm = clip_gradients(others, clip)
+            own = clip_gradients(self._apart, clip) if self._apart else 0.0
+            if math.isfinite(norm + own):
+                self._engine.step()
+            else:
+                self._engine.zero_grad()
+            return norm, own
         except torch.OutOfMemoryError as error:
             raise UpdateOutOfMemory(
                 f"the GPU has no room to update the weights ({error}). Smaller micro-batches do "
@@ -492,10 +495,16 @@ class TrainerEngine:
                 "use a higher trainer.zero_stage or more trainer.ranks"
             ) from None
 
-    def _replay(self, inputs: Inputs) -> AbstractContextManager[Any]:
-        # Given conversations have no recorded routes.
-        replays = self._replays and inputs.loss == "grpo"
-        return recorded_routes(self._network, inputs) if replays else nullcontext()
+    def _apply_in_zero(self) -> tuple[float, float]:
+        optimizer: Any = self._engine.optimizer
+        self._engine.step()  # clips, and skips the step if the norm is not finite
+        norm = self._engine.get_global_grad_norm()
+        assert norm is not None
+        if math.isfinite(norm):
+            grow_loss_scale(self._engine, zero.SCALE_WINDOW)
+        else:
+            discard_gradient_sums(self._engine)
+        return float(norm), optimizer.apart_norm if self._apart else 0.0
 
     # Weights
 
@@ -539,7 +548,7 @@ class TrainerEngine:
         self.steps, self.version = progress["steps"], progress["version"]
 
     def _make_network(self, model: PreTrainedModel) -> PolicyNetwork:
-        flash4, note = use_flash4(self._config, model, self.device)
+        flash4, note = zero.use_flash4(self._config, model, self.device)
         if note and note not in self.notes:
             self.notes.append(note)
         return PolicyNetwork.of(model, self._config, flash4=flash4)

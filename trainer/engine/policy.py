@@ -1,10 +1,15 @@
-"""The trainer's policy network, which computes log-probabilities of packed tokens."""
+"""The policy network, which computes log-probabilities of packed tokens, and the reference models.
+
+A packed row stores everything about token t (its probability, sampling mask and advantage) at
+position t, but the network predicts token t at position t−1. `HeadInputs.of`, `Inputs.of` and
+`seen_tokens` account for this shift.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -14,24 +19,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.configs.schema import Config
-from keel.model.attention import (
-    Segments,
-    attention_kept,
-    flash4_disagreement,
-    use_packed_attention,
-)
+from keel.model.attention import Segments, attention_kept, use_packed_attention
 from keel.model.batch_invariant.layers import use_invariant_layers
-from keel.model.head.support import SupportHead, install_support_head
-from keel.model.layers.flash4 import INSTALL, head_shapes, missing
 from keel.model.layers.fused import use_fused_layers
 from keel.model.layers.residual import use_float32_residual
-from keel.model.logprobs import (
-    HeadInputs,
-    head_inputs,
-    kept_mass,
-    policy_logprobs,
-    trainable_rows,
-)
+from keel.model.logprobs import SupportHead, install_support_head
 from keel.model.lora import adapters_off
 from keel.model.routing import Replay, replay_routes, router_modules
 from keel.model.sparse.attention import (
@@ -40,53 +32,151 @@ from keel.model.sparse.attention import (
     recorded_selection,
     use_sparse_attention,
 )
-from keel.model.tiny.build import default_cache_dir
-from keel.model.torch_internals import specialise_and_recompute, to_device
-from keel.model.trainable import decoder_layers
+from keel.model.torch_internals import to_device
 from keel.model.transformers_internals import disable_dropout, fix_long_rope
 from keel.model.ulysses import WHOLE, Slice
 from keel.rl.packing import Loss, MicroBatch
-from keel.rl.types import NO_ROUTE, TokenNumbers
+from keel.rl.types import NO_ROUTE, SamplingMasks, TokenNumbers
 from keel.trainer.engine.zero import initialize
 
 Attention = Literal["sparse", "warm-up", "dense"]
-BACKEND = "inductor"
-"""The backend for torch.compile. On a CPU, it needs a C++ compiler and takes minutes to compile."""
 
 
-def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> tuple[bool, str]:
-    """Return whether to use FlashAttention-4, along with a warning if a missing package is the only
-    thing preventing it. Raises RuntimeError if the recipe requires FlashAttention-4 but it can't be
-    used."""
-    trainer, longest = config.trainer, config.max_context
-    if config.model.batch_invariant or not trainer.flash4(longest) or device.type != "cuda":
-        return False, ""
-    if model.dtype == torch.float32:
-        reason = "it needs half precision, but model.dtype is float32"
-    else:
-        shapes = head_shapes(model, trainer.sequence_parallel)
-        reason = missing(device, default_cache_dir())
-        reason = reason or flash4_disagreement(shapes, device, model.dtype)
-    if not reason:
-        return True, ""
-    if trainer.attention_kernels == "flash4":
-        raise RuntimeError(f"trainer.attention_kernels = flash4: {reason}. Set it to auto")
-    if not reason.startswith(INSTALL):
-        return False, ""
-    return False, (
-        f"{reason}. Attention over {longest:,} tokens uses PyTorch's kernels, which are up to half "
-        "as fast. Set trainer.attention_kernels to torch to hide this warning"
+@dataclass(frozen=True, slots=True)
+class HeadInputs:
+    """Inputs to the output layer for the n sampled tokens that a rank's shard predicts, in host
+    memory. They depend only on the micro-batch, so all forward passes over it can share them."""
+
+    rows: Tensor
+    """[n] int64, positions t of the sampled tokens, ascending."""
+    hidden_rows: Tensor
+    """[n] int64, positions t−1, where the tokens are predicted, counted from the shard's start."""
+    targets: Tensor
+    kept_ids: Tensor
+    kept_offsets: Tensor
+    """[n+1] int64. If sampling was not truncated, all masks are empty."""
+    probes: Tensor
+    """[m] int64, indices into the n tokens: a few tokens per segment for `kept_mass`. The choice
+    depends only on the segment's sampled tokens, and not on packing."""
+    probe_weight: Tensor
+    """[m] float32, weight w_i / |o_i| from Eq. 5, multiplied by the number of tokens that the probe
+    represents. A weighted sum over probes therefore estimates a sum over all tokens."""
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @staticmethod
+    def of(
+        batch: MicroBatch, start: int = 0, stop: int | None = None, *, probes: int = 1
+    ) -> HeadInputs:
+        """Collect the inputs for the hidden states of the positions `start` to `stop` − 1. A
+        sampled token t is never the first in its segment, so the position t−1 that predicts it is
+        in the same segment. `probes` is the maximum number of evenly spaced probes per segment."""
+        sampled = batch.sampled_rows
+        stop = len(batch.token_ids_N) if stop is None else stop
+        rows = sampled[(sampled > start) & (sampled <= stop)]
+        probed, represented = _choose_probes(batch, sampled, probes)
+        here = (probed > start) & (probed <= stop)
+        probed, represented = probed[here], represented[here]
+        owner = batch.sequence_N[probed]
+        weight = represented * batch.sequence_weight_S[owner] / batch.sequence_tokens_S[owner]
+        masks = _select_masks(batch.sampling_mask, rows, len(batch.token_ids_N))
+        return HeadInputs(
+            rows=torch.from_numpy(rows),
+            hidden_rows=torch.from_numpy(rows - 1 - start),
+            targets=torch.from_numpy(batch.token_ids_N[rows].astype(np.int64)),
+            kept_ids=torch.from_numpy(masks.ids),
+            kept_offsets=torch.from_numpy(masks.offsets),
+            probes=torch.from_numpy(np.searchsorted(rows, probed)),
+            probe_weight=torch.from_numpy(weight.astype(np.float32)),
+        )
+
+    def logprobs(
+        self, hidden_ND: Tensor, head: Callable[..., Any], *, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Compute log π_θ of the n tokens, and the entropy over their masks, with a `SupportHead`.
+
+        `hidden_ND` are the final hidden states, [N, d] or [1, N, d]. Returns two [n] float32
+        tensors. The entropy has no gradient. On a rank with only padding, both are empty, but the
+        first one is still part of a graph with zero gradients. Include its sum in the loss, so that
+        the ZeRO and data-parallel hooks run.
+        """
+        hidden_ND = hidden_ND.reshape(-1, hidden_ND.shape[-1])
+        return head(
+            hidden_ND.index_select(0, to_device(self.hidden_rows, hidden_ND.device)),
+            self.targets,
+            self.kept_ids,
+            self.kept_offsets,
+            temperature=temperature,
+            memo=self.memo,
+        )
+
+    def kept_mass(
+        self,
+        hidden_ND: Tensor,
+        head: Callable[..., Any],
+        logp: Tensor,
+        *,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """For each probe, compute log Σ_{v∈S} π(v), the log-probability of the whole sampling mask.
+        Returns [m].
+
+        `logp` [n] comes from `logprobs` and is normalized over the masks. A second pass covers the
+        whole vocabulary, since π(o) = π(o | S) · Σ_{v∈S} π(v), and gradients flow through both. See
+        `keel.rl.offpolicy.kept_mass_shortfall`.
+        """
+        hidden_ND = hidden_ND.reshape(-1, hidden_ND.shape[-1])
+        whole, _ = head(
+            hidden_ND.index_select(0, to_device(self.hidden_rows[self.probes], hidden_ND.device)),
+            self.targets[self.probes],
+            self.kept_ids[:0],
+            torch.zeros(len(self.probes) + 1, dtype=torch.int64),
+            temperature=temperature,
+            memo={},
+        )
+        return whole - logp[to_device(self.probes, logp.device)]
+
+
+def _choose_probes(
+    batch: MicroBatch, rows: NDArray[np.int64], most: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Choose up to `most` evenly spaced rows in each segment, and count how many rows each of them
+    represents. The first chosen row depends on the sum of the segment's sampled token ids."""
+    _, first, owner, counts = np.unique(
+        batch.segment_N[rows], return_index=True, return_inverse=True, return_counts=True
+    )
+    if not len(first):
+        return rows, np.zeros(0)
+    stride = -(-counts // most)
+    offset = np.add.reduceat(batch.token_ids_N[rows].astype(np.int64), first)
+    probed = (np.arange(len(rows)) - first[owner] - offset[owner]) % stride[owner] == 0
+    chosen = owner[probed]
+    return rows[probed], (counts / np.bincount(chosen))[chosen]
+
+
+def _select_masks(
+    masks: SamplingMasks | None, rows: NDArray[np.int64], tokens: int
+) -> SamplingMasks:
+    if masks is None:
+        return SamplingMasks.empty(len(rows))
+    sizes = masks.sizes()
+    selected = np.zeros(tokens, np.bool_)
+    selected[rows] = True
+    # Usually only sampled tokens have spans; then no copy is needed.
+    ids = masks.ids if not sizes[~selected].any() else masks.ids[np.repeat(selected, sizes)]
+    return SamplingMasks(
+        ids=ids, offsets=np.concatenate([np.zeros(1, np.int64), sizes[rows].cumsum()])
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """A micro-batch on the trainer's device. This rank's shard of the row has N tokens. The whole
-    row has R sampled tokens, in S trajectories.
+    """A micro-batch on the trainer's device: N tokens of this rank's shard of the row, and R
+    sampled tokens of the whole row, in S trajectories.
 
     Inputs to the head and the routers stay in host memory, where they are checked. Under sequence
     parallelism, `token_ids`, `positions`, `head` and `*_N*` cover only this rank's shard of the
-    row, whereas `segments` and `*_R` cover the whole row.
+    row, whereas `segments` and `*_R` cover the whole row. Everything computed from `head` has r
+    entries, one for each sampled token that this rank predicts (`own_R`).
     """
 
     token_ids: Tensor
@@ -95,15 +185,15 @@ class Inputs:
     """[1, N]"""
     segments: Segments
     loss: Loss
-    part: Slice
-    """This rank's shard of the row. The other ranks of `part.group` have the rest."""
-    mine: slice
-    """The slice of the R sampled tokens that this rank's hidden states predict. The other ranks of
-    the group predict the rest."""
-    ends: int
+    shard: Slice
+    """This rank's shard of the row. The other ranks of `shard.group` have the rest."""
+    own_R: slice
+    """The r of the R sampled tokens that this rank's hidden states predict. The other ranks of the
+    group predict the rest."""
+    unrouted_tokens: int
     """Number of this rank's N tokens that have no recorded routes, because they were never an input
     to an engine. These are padding and the last token of each segment."""
-    filled: int
+    padding_tokens: int
     """Number of this rank's N tokens that are padding. The row is padded at the end so that all
     ranks' shards have the same length."""
     head: HeadInputs
@@ -131,9 +221,9 @@ class Inputs:
 
     @staticmethod
     def of(
-        batch: MicroBatch, device: torch.device, part: Slice = WHOLE, *, probes: int = 1
+        batch: MicroBatch, device: torch.device, shard: Slice = WHOLE, *, probes: int = 1
     ) -> Inputs:
-        """Copy this rank's shard of `batch` to `device`. See `head_inputs` for `probes`."""
+        """Copy this rank's shard of `batch` to `device`. See `HeadInputs.of` for `probes`."""
 
         def moved(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
             return to_device(torch.tensor(array, dtype=dtype), device)
@@ -144,24 +234,24 @@ class Inputs:
         follows = None if batch.follows is None else batch.follows.tolist()
         if follows is not None:  # a shared beginning continues after its end
             last_N[last_N] = ~np.isin(np.arange(len(follows)), follows)
-        if filled := part.filled(count):
-            lengths.append(filled)  # a separate segment
+        if padding := shard.filled(count):
+            lengths.append(padding)  # a separate segment
             follows = follows and [*follows, -1]
-        rows = trainable_rows(batch)
-        start, stop = part.bounds(count)
-        head = head_inputs(batch, start, stop, probes=probes)
+        rows = batch.sampled_rows
+        start, stop = shard.bounds(count)
+        head = HeadInputs.of(batch, start, stop, probes=probes)
         # Hidden state t−1 predicts token t, so the token at `start` belongs to the rank before.
-        before = int((rows <= start).sum())
+        first = int((rows <= start).sum())
         routes, selected = batch.routes_NLK, batch.selected_NLb
         return Inputs(
-            token_ids=moved(part.cut(batch.token_ids_N, 0), torch.long)[None],
-            positions=moved(part.cut(batch.position_N, 0), torch.long)[None],
-            segments=Segments.of(lengths, device, part.group, follows),
+            token_ids=moved(shard.cut(batch.token_ids_N, 0), torch.long)[None],
+            positions=moved(shard.cut(batch.position_N, 0), torch.long)[None],
+            segments=Segments.of(lengths, device, shard.group, follows),
             loss=batch.loss,
-            part=part,
-            mine=slice(before, before + len(head.rows)),
-            ends=int(part.cut(last_N, True).sum()),
-            filled=stop - max(start, min(stop, count)),
+            shard=shard,
+            own_R=slice(first, first + len(head.rows)),
+            unrouted_tokens=int(shard.cut(last_N, True).sum()),
+            padding_tokens=stop - max(start, min(stop, count)),
             head=head,
             logp_old_R=moved(batch.logp_old_N[rows], torch.float32),
             advantage_R=moved(batch.advantage_N[rows], torch.float32),
@@ -171,12 +261,22 @@ class Inputs:
             sequence_weight_S=moved(batch.sequence_weight_S, torch.float32),
             split_S=None if batch.split_S is None else moved(batch.split_S, torch.long),
             reference_S=None if batch.reference_S is None else moved(batch.reference_S, torch.long),
-            routes_NLK=None if routes is None else torch.tensor(part.cut(routes, NO_ROUTE)),
-            selected_NLb=None if selected is None else part.cut(selected, 0),
-            position_N=part.cut(batch.position_N, 0),
+            routes_NLK=None if routes is None else torch.tensor(shard.cut(routes, NO_ROUTE)),
+            selected_NLb=None if selected is None else shard.cut(selected, 0),
+            position_N=shard.cut(batch.position_N, 0),
             watched=batch.watched is not None,
             truncated=batch.sampling_mask is not None,
         )
+
+    def gather(self, logp: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Gather the values [r] from all shards of the row into [R]. Gradients flow back only to
+        this rank's own values."""
+        if self.shard.group is None or self.padding:
+            return logp, reference
+        values = torch.stack([logp.detach()] if reference is None else [logp.detach(), reference])
+        values = self.shard.gather(values, self.own_R, len(self.logp_old_R))
+        before, after = values[0, : self.own_R.start], values[0, self.own_R.stop :]
+        return torch.cat([before, logp, after]), None if reference is None else values[1]
 
 
 class PolicyNetwork(nn.Module):
@@ -185,7 +285,7 @@ class PolicyNetwork(nn.Module):
 
     learning_indexers: int = 0
     """Number of layers with a sparse-attention indexer that is being trained."""
-    replays: bool = True
+    replays_selections: bool = True
     """True if sparse attention replays the token selections recorded by the engines, if any."""
 
     def __init__(
@@ -252,7 +352,7 @@ class PolicyNetwork(nn.Module):
     def forward(self, *, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Compute log-probabilities of the sampled tokens in this rank's shard of the row.
 
-        Returns five float32 tensors, where r counts the shard's sampled tokens (`Inputs.mine`):
+        Returns five float32 tensors, where r counts the shard's sampled tokens (`Inputs.own_R`):
 
             logp [r]: log-probability of each sampled token among the ids in its sampling mask
             entropy [r]: entropy of that distribution, without gradient
@@ -263,7 +363,7 @@ class PolicyNetwork(nn.Module):
         learning = self.learning_indexers > 0 and torch.is_grad_enabled()
         warming = self._dense and self.learning_indexers > 0  # measured without gradient, too
         sparse = SparsePass(dense=self._dense, loss=learning or warming)
-        if self._sparse and self.replays and inputs.selected_NLb is not None:
+        if self._sparse and self.replays_selections and inputs.selected_NLb is not None:
             sparse.recorded_LNb = recorded_selection(
                 self.model, inputs.selected_NLb, inputs.position_N
             )
@@ -277,131 +377,104 @@ class PolicyNetwork(nn.Module):
         ).last_hidden_state
         head = self.model.get_output_embeddings()
         assert isinstance(head, SupportHead)
-        scores = policy_logprobs(hidden, head, inputs.head, temperature=self.temperature)
-        log_mass = scores[0].new_zeros(0)
+        logp, entropy = inputs.head.logprobs(hidden, head, temperature=self.temperature)
+        log_mass = logp.new_zeros(0)
         if inputs.truncated and torch.is_grad_enabled():
             with torch.set_grad_enabled(self._learns_mass):
-                log_mass = kept_mass(
-                    hidden, head, inputs.head, scores[0], temperature=self.temperature
-                )
+                log_mass = inputs.head.kept_mass(hidden, head, logp, temperature=self.temperature)
         indexer_loss = sparse.loss_sum() if sparse.losses else hidden.new_zeros(())
         none = hidden.new_zeros(2, dtype=torch.float32)
         held = torch.stack(sparse.held).sum(0) if sparse.held else none
-        return *scores, log_mass, indexer_loss, held
+        return logp, entropy, log_mass, indexer_loss, held
+
+    def keep_routing(
+        self, inputs: Inputs, *, enabled: bool = True
+    ) -> AbstractContextManager[Replay | None]:
+        """Return a context in which each token is routed to the experts recorded by the engine.
+        Without recorded tokens, as in conversations to learn from, or if not `enabled`, the routers
+        choose the experts."""
+        if not enabled or inputs.loss != "grpo":
+            return nullcontext()
+        routes = inputs.routes_NLK
+        if inputs.padding:
+            # Replays nothing, but keeps the order of modules that ZeRO-3 needs equal on all ranks.
+            routers = router_modules(self.model)
+            top_k = getattr(routers[0], "top_k", 0)
+            routes = torch.full((inputs.token_ids.shape[1], len(routers), top_k), NO_ROUTE)
+        if routes is None:
+            raise ValueError(
+                "algorithm.keep_routing is on and the model has routers, but a micro-batch has no "
+                "recorded routes"
+            )
+        return replay_routes(self.model, routes, by_token=inputs.watched)
 
 
-def compile_layers(model: PreTrainedModel) -> None:
-    """Compile each decoder layer on its first call, for any number of tokens.
+class References:
+    """The reference models for the KL terms, in the same order as `DataConfig.references`: the
+    initial policy, or None if it is not needed, and teachers."""
 
-    Each layer becomes a single graph. With several graphs per layer, launching them would take
-    longer than a small micro-batch takes on the GPU. MoE blocks aren't compiled, because their
-    shapes depend on the routing, and because Keep Routing (`keel.model.routing`) hooks into them.
-    Attention is compiled only if it uses flash attention.
-    """
-    routers = set(router_modules(model))
-    for block in model.modules():
-        if routers & set(block.children()):
-            block.forward = torch.compiler.disable(block.forward)
-    specialise_and_recompute()
-    for layer in decoder_layers(model):
-        layer.compile(backend=BACKEND, dynamic=True)
+    def __init__(self, device: torch.device, sharded: Mapping[str, Any] | None) -> None:
+        """`sharded` is DeepSpeed's config under ZeRO-3 or expert parallelism. Every rank then has
+        to call every model. Otherwise it is None, and each rank holds full copies."""
+        self._device, self._sharded = device, sharded
+        self._models: list[Callable[[Inputs], Tensor] | None] = []
 
+    def add_none(self) -> None:
+        self._models.append(None)
 
-class ReferencePolicy:
-    """A frozen model for the KL term: either the initial policy or a teacher."""
-
-    def __init__(
-        self,
-        network: PolicyNetwork,
-        forward: Callable[..., tuple[Tensor, ...]],
-        *,
-        replays: bool = False,
-    ) -> None:
-        """If `replays` is set, each token is routed to the experts recorded by the engine."""
-        self.network, self._forward, self._replays = network, forward, replays
-
-    @classmethod
-    def frozen(
-        cls,
-        network: PolicyNetwork,
-        device: torch.device,
-        sharded: Mapping[str, Any] | None,
-        *,
-        replays: bool = False,
-    ) -> Self:
-        """Create a reference policy with its own network. `sharded` is DeepSpeed's config under
-        ZeRO-3 or expert parallelism. Otherwise it is None, and each rank holds a full copy."""
+    def add_frozen(self, network: PolicyNetwork, *, replays: bool = False) -> None:
+        """Add a model with its own network. If `replays` is set, each token is routed to the
+        experts recorded by the engine."""
         network.eval().requires_grad_(False)
-        network.replays = False  # uses its own indexers
-        forward = network.to(device) if sharded is None else initialize(network, sharded, device)
-        return cls(network, forward, replays=replays)
+        network.replays_selections = False  # uses its own indexers
+        if self._sharded is None:
+            forward: Any = network.to(self._device)
+        else:
+            forward = initialize(network, self._sharded, self._device)
+        self._add(network, forward, replays)
 
-    @classmethod
-    def base(cls, network: PolicyNetwork, *, replays: bool) -> Self:
-        """Create a reference policy from a policy that trains with LoRA by using its network
-        without the adapters."""
+    def add_base(self, network: PolicyNetwork, *, replays: bool) -> None:
+        """Add the initial model of a policy that trains with LoRA: its own network without the
+        adapters."""
 
         def forward(*, inputs: Inputs) -> tuple[Tensor, ...]:
             with adapters_off(network.model):
                 return network(inputs=inputs)
 
-        return cls(network, forward, replays=replays)
+        self._add(network, forward, replays)
 
-    @torch.no_grad()
-    def logp(self, inputs: Inputs) -> Tensor:
-        """Return float32 log-probabilities [r] of the sampled tokens in this rank's shard,
-        normalized over the sampling masks."""
-        replays = self._replays and inputs.loss == "grpo"
-        with recorded_routes(self.network, inputs) if replays else nullcontext():
-            logp, *_ = self._forward(inputs=inputs)
-        return logp
+    def _add(
+        self, network: PolicyNetwork, forward: Callable[..., tuple[Tensor, ...]], replays: bool
+    ) -> None:
+        @torch.no_grad()
+        def logp(inputs: Inputs) -> Tensor:
+            with network.keep_routing(inputs, enabled=replays):
+                return forward(inputs=inputs)[0]
 
-
-class References:
-    """The reference models for the KL terms, in the same order as `DataConfig.references`."""
-
-    def __init__(self, models: Sequence[ReferencePolicy | None], *, together: bool) -> None:
-        """Set `together` if the weights are sharded. Every rank then has to call every model."""
-        self._models, self._together = models, together
+        self._models.append(logp)
 
     def logp(self, inputs: Inputs) -> Tensor | None:
-        """Return float32 log-probabilities [r] of the sampled tokens in this rank's shard, or None
-        if there are no models. Each trajectory is scored by its own reference model. The values of
-        trajectories without one are NaN."""
+        """Return float32 log-probabilities [r] of the sampled tokens that this rank predicts,
+        normalized over the sampling masks, or None if there are no models. Each trajectory is
+        scored by its own reference model. The values of trajectories without one are NaN."""
         if not any(self._models):
             return None
         first, *teachers = self._models
         if not teachers:
             assert first is not None
-            return first.logp(inputs)
-        owner_R = inputs.sequence_R[inputs.mine]
+            return first(inputs)
+        owner_R = inputs.sequence_R[inputs.own_R]
         kind_S = inputs.reference_S
         kind_R = torch.zeros_like(owner_R) if kind_S is None else kind_S[owner_R]
         logp_R = torch.full(kind_R.shape, torch.nan, device=kind_R.device)
         for kind, model in enumerate(self._models):
-            if model is not None and (self._together or bool((kind_R == kind).any())):
-                logp_R = torch.where(kind_R == kind, model.logp(inputs), logp_R)
+            if model and (self._sharded is not None or bool((kind_R == kind).any())):
+                logp_R = torch.where(kind_R == kind, model(inputs), logp_R)
         return logp_R
 
 
-def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextManager[Any]:
-    """Return a context in which each token is routed to the experts recorded by the engine."""
-    routes = inputs.routes_NLK
-    if inputs.padding:
-        # Replays nothing, but keeps the order of modules that ZeRO-3 needs equal on all ranks.
-        routers = router_modules(network.model)
-        top_k = getattr(routers[0], "top_k", 0)
-        routes = torch.full((inputs.token_ids.shape[1], len(routers), top_k), NO_ROUTE)
-    if routes is None:
-        raise ValueError(
-            "algorithm.keep_routing is on and the model has routers, but a micro-batch has no "
-            "recorded routes"
-        )
-    return replay_routes(network.model, routes, by_token=inputs.watched)
-
-
 def seen_tokens(
-    batch: MicroBatch, part: Slice, logp: Tensor, replay: Replay | None
+    batch: MicroBatch, shard: Slice, logp: Tensor, replay: Replay | None
 ) -> dict[int, TokenNumbers]:
     """Return per-token values for the segments to be saved (`batch.watched`), keyed by segment
     number. The values are the log-probabilities and the overlap between the trainer's routing and
@@ -411,9 +484,9 @@ def seen_tokens(
         return {}
     count = len(batch.token_ids_N)
     logp_N, overlap_N = np.full((2, count), np.nan, np.float32)
-    logp_N[trainable_rows(batch)] = logp.float().cpu().numpy()
+    logp_N[batch.sampled_rows] = logp.float().cpu().numpy()
     if replay is not None and (overlap := replay.overlap_N()) is not None:
-        start, stop = part.bounds(count)
+        start, stop = shard.bounds(count)
         here = max(0, min(stop, count) - start)
         overlap_N[start : start + here] = overlap[:here].float().cpu().numpy()
     numbers: dict[int, TokenNumbers] = {}
@@ -425,16 +498,3 @@ def seen_tokens(
         overlap = np.append(np.float32(np.nan), overlap_N[rows[:-1]])
         numbers[int(number)] = TokenNumbers(logp_T=logp_N[rows], overlap_T=overlap)
     return numbers
-
-
-def whole_sequences(
-    inputs: Inputs, logp: Tensor, reference: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Gather the values [r] from all shards of a micro-batch into [R]. Gradients flow back only to
-    this rank's own values."""
-    if inputs.part.group is None or inputs.padding:
-        return logp, reference
-    values = torch.stack([logp.detach()] if reference is None else [logp.detach(), reference])
-    values = inputs.part.gather(values, inputs.mine, len(inputs.logp_old_R))
-    before, after = values[0, : inputs.mine.start], values[0, inputs.mine.stop :]
-    return torch.cat([before, logp, after]), None if reference is None else values[1]

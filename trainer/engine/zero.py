@@ -1,4 +1,5 @@
-"""Set up a rank's process group and DeepSpeed engine, and apply optimizer updates."""
+"""Set up a rank: its process group, DeepSpeed engine, optimizer, attention kernels and compiled
+layers."""
 
 import io
 import math
@@ -17,22 +18,28 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from keel.configs.schema import Config, TrainerConfig
+from keel.model.attention import flash4_disagreement
+from keel.model.layers.flash4 import INSTALL, head_shapes, missing
+from keel.model.routing import router_modules
 from keel.model.sparse.attention import indexers
+from keel.model.tiny.build import default_cache_dir
+from keel.model.torch_internals import specialise_and_recompute
+from keel.model.trainable import decoder_layers
 from keel.trainer.engine.deepspeed_internals import (
     DeepSpeedEngine,
     deepspeed,
-    discard_gradient_sums,
-    grow_loss_scale,
     whole_shape,
 )
-from keel.trainer.engine.expert_parallel import autoep_config, by_expert_group, clip_gradients
+from keel.trainer.engine.expert_parallel import autoep_config, by_expert_group
 from keel.trainer.placement.memory import bucket_elements
 
 SCALE_POWER = 16
 """Base-2 logarithm of the initial loss scale in float16. The scale is halved after each
 overflow."""
-_SCALE_WINDOW = 100
+SCALE_WINDOW = 100
 """Number of optimizer steps without overflow after which the float16 loss scale is doubled."""
+BACKEND = "inductor"
+"""The backend for torch.compile. On a CPU, it needs a C++ compiler and takes minutes to compile."""
 _NEVER = 2**31  # a number of optimizer steps that is never reached
 
 
@@ -107,7 +114,7 @@ def deepspeed_config(
         # Stage 1: each gradient is added to its float32 sum and freed at once.
         config["bf16"] = {"enabled": True, "immediate_grad_update": True}
     elif dtype == torch.float16:
-        # DeepSpeed never grows the scale; `grow_loss_scale` does after `_SCALE_WINDOW` steps, as a
+        # DeepSpeed never grows the scale; `grow_loss_scale` does after `SCALE_WINDOW` steps, as a
         # run has hundreds of steps, not the hundred thousand of DeepSpeed's default.
         config["fp16"] = {
             "enabled": True,
@@ -192,33 +199,43 @@ def clipped_apart(module: nn.Module) -> Set[nn.Parameter]:
     return own if others else frozenset()
 
 
-def apply_gradients(
-    engine: DeepSpeedEngine,
-    module: nn.Module,
-    *,
-    stage: int,
-    clip: float,
-    apart: Set[nn.Parameter] = frozenset(),
-) -> tuple[float, float]:
-    """Take an optimizer step and return two gradient norms before clipping: that of all parameters
-    except `apart`, and that of `apart` (0 if empty). If either is not finite, the gradients are
-    discarded and the weights stay unchanged. `clip` = 0 disables clipping. From ZeRO stage 1 on,
-    the optimizer must have been patched with `clip_apart`."""
-    if stage > 0:  # DeepSpeed clips, and skips the step if the norm is not finite
-        optimizer: Any = engine.optimizer
-        engine.step()
-        norm = engine.get_global_grad_norm()
-        assert norm is not None
-        if math.isfinite(norm):
-            grow_loss_scale(engine, _SCALE_WINDOW)
-        else:
-            discard_gradient_sums(engine)
-        return float(norm), optimizer.apart_norm if apart else 0.0
-    others = (p for p in module.parameters() if p not in apart)
-    norm = clip_gradients(others, clip or math.inf)
-    own = clip_gradients(apart, clip or math.inf) if apart else 0.0
-    if math.isfinite(norm + own):
-        engine.step()
+def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> tuple[bool, str]:
+    """Return whether to use FlashAttention-4, along with a warning if a missing package is the only
+    thing preventing it. Raises RuntimeError if the recipe requires FlashAttention-4 but it can't be
+    used."""
+    trainer, longest = config.trainer, config.max_context
+    if config.model.batch_invariant or not trainer.flash4(longest) or device.type != "cuda":
+        return False, ""
+    if model.dtype == torch.float32:
+        reason = "it needs half precision, but model.dtype is float32"
     else:
-        engine.zero_grad()
-    return norm, own
+        shapes = head_shapes(model, trainer.sequence_parallel)
+        reason = missing(device, default_cache_dir())
+        reason = reason or flash4_disagreement(shapes, device, model.dtype)
+    if not reason:
+        return True, ""
+    if trainer.attention_kernels == "flash4":
+        raise RuntimeError(f"trainer.attention_kernels = flash4: {reason}. Set it to auto")
+    if not reason.startswith(INSTALL):
+        return False, ""
+    return False, (
+        f"{reason}. Attention over {longest:,} tokens uses PyTorch's kernels, which are up to half "
+        "as fast. Set trainer.attention_kernels to torch to hide this warning"
+    )
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile each decoder layer on its first call, for any number of tokens.
+
+    Each layer becomes a single graph. With several graphs per layer, launching them would take
+    longer than a small micro-batch takes on the GPU. MoE blocks aren't compiled, because their
+    shapes depend on the routing, and because Keep Routing (`keel.model.routing`) hooks into them.
+    Attention is compiled only if it uses flash attention.
+    """
+    routers = set(router_modules(model))
+    for block in model.modules():
+        if routers & set(block.children()):
+            block.forward = torch.compiler.disable(block.forward)
+    specialise_and_recompute()
+    for layer in decoder_layers(model):
+        layer.compile(backend=BACKEND, dynamic=True)

@@ -103,12 +103,12 @@ class Ranks:
         self._store = store
 
     def engine(self, config: Config, model: str = "untied", **read: Any) -> TrainerEngine:
-        from keel.trainer.engine import policy  # noqa: PLC0415  (loads transformers)
+        from keel.trainer.engine import zero  # noqa: PLC0415  (loads transformers)
         from keel.trainer.engine.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
 
         if not torch.cuda.is_available():
             # The same graphs and gradients without compiling C++ for minutes.
-            policy.BACKEND = "aot_eager"
+            zero.BACKEND = "aot_eager"
         assert "mlflow" not in sys.modules, "DeepSpeed would import it"
         return TrainerEngine(
             str(self.folder / model),

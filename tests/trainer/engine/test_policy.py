@@ -13,16 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from keel.configs.schema import Config, SamplingConfig
-from keel.model.head.support import SupportHead
 from keel.model.load import checkpoint_tensors, load_policy
-from keel.model.logprobs import kept_mass, policy_logprobs
+from keel.model.logprobs import SupportHead
 from keel.model.ulysses import Slice
 from keel.rl.offpolicy import kept_mass_shortfall
 from keel.rl.packing import MicroBatch, TrainBatch
 from keel.rl.types import Segment, TokenNumbers
 from keel.trainer.engine import weights
 from keel.trainer.engine.engine import _CUT, mass_penalty
-from keel.trainer.engine.policy import Inputs, PolicyNetwork, ReferencePolicy, seen_tokens
+from keel.trainer.engine.policy import Inputs, PolicyNetwork, References, seen_tokens
 from keel.trainer.learner import merge_tokens
 from tests.model.families import VOCAB
 from tests.rl.packed import pack
@@ -76,8 +75,8 @@ def penalty(
     for row in batch.micro_batches:
         inputs = Inputs.of(row, CPU, probes=most)
         hidden = hidden_of(row.token_ids_N, row.position_N, embedding)
-        logp, _ = policy_logprobs(hidden, head, inputs.head)
-        log_mass = kept_mass(hidden, head, inputs.head, logp)
+        logp, _ = inputs.head.logprobs(hidden, head)
+        log_mass = inputs.head.kept_mass(hidden, head, logp)
         loss, masses = mass_penalty(inputs, log_mass, batch.total_sequences, config)
         losses.append(loss)
         seen.append(masses)
@@ -172,9 +171,8 @@ def seen_by(batch: MicroBatch, part: Slice) -> dict[int, TokenNumbers]:
     sampled = batch.token_ids_N[batch.trainable_N]
     logp = torch.tensor([logp_of(int(token)) for token in sampled])
     overlap = torch.tensor([overlap_of(int(token)) for token in part.cut(batch.token_ids_N, 0)])
-    inputs: Any = SimpleNamespace(part=part)
     replay: Any = SimpleNamespace(overlap_N=lambda: overlap)
-    return seen_tokens(batch, inputs.part, logp, replay)
+    return seen_tokens(batch, part, logp, replay)
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
@@ -251,7 +249,9 @@ def test_policy_replays_selections_and_reference_does_not() -> None:
         network = PolicyNetwork(theirs(), temperature=1.0)
         inputs = Inputs.of(batch, device)
         if reference:
-            return ReferencePolicy.frozen(network, device, None).logp(inputs)
+            references = References(device, None)
+            references.add_frozen(network)
+            return references.logp(inputs)
         logp, _, _, indexers, _ = network.train()(inputs=inputs)
         assert indexers.requires_grad and indexers > 0
         return logp.detach()
