@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -409,6 +409,17 @@ class PolicyNetwork(nn.Module):
         return replay_routes(self.model, routes, by_token=inputs.watched)
 
 
+class _Reference(NamedTuple):
+    network: PolicyNetwork
+    forward: Callable[..., tuple[Tensor, ...]]
+    replays: bool
+
+    @torch.no_grad()
+    def logp(self, inputs: Inputs) -> Tensor:
+        with self.network.keep_routing(inputs, enabled=self.replays):
+            return self.forward(inputs=inputs)[0]
+
+
 class References:
     """The reference models for the KL terms, in the same order as `DataConfig.references`: the
     initial policy, or None if it is not needed, and teachers."""
@@ -417,7 +428,7 @@ class References:
         """`sharded` is DeepSpeed's config under ZeRO-3 or expert parallelism. Every rank then has
         to call every model. Otherwise it is None, and each rank holds full copies."""
         self._device, self._sharded = device, sharded
-        self._models: list[Callable[[Inputs], Tensor] | None] = []
+        self._models: list[_Reference | None] = []
 
     def add_none(self) -> None:
         self._models.append(None)
@@ -431,7 +442,7 @@ class References:
             forward: Any = network.to(self._device)
         else:
             forward = initialize(network, self._sharded, self._device)
-        self._add(network, forward, replays)
+        self._models.append(_Reference(network, forward, replays))
 
     def add_base(self, network: PolicyNetwork, *, replays: bool) -> None:
         """Add the initial model of a policy that trains with LoRA: its own network without the
@@ -441,17 +452,7 @@ class References:
             with adapters_off(network.model):
                 return network(inputs=inputs)
 
-        self._add(network, forward, replays)
-
-    def _add(
-        self, network: PolicyNetwork, forward: Callable[..., tuple[Tensor, ...]], replays: bool
-    ) -> None:
-        @torch.no_grad()
-        def logp(inputs: Inputs) -> Tensor:
-            with network.keep_routing(inputs, enabled=replays):
-                return forward(inputs=inputs)[0]
-
-        self._models.append(logp)
+        self._models.append(_Reference(network, forward, replays))
 
     def logp(self, inputs: Inputs) -> Tensor | None:
         """Return float32 log-probabilities [r] of the sampled tokens that this rank predicts,
@@ -462,14 +463,14 @@ class References:
         first, *teachers = self._models
         if not teachers:
             assert first is not None
-            return first(inputs)
+            return first.logp(inputs)
         owner_R = inputs.sequence_R[inputs.own_R]
         kind_S = inputs.reference_S
         kind_R = torch.zeros_like(owner_R) if kind_S is None else kind_S[owner_R]
         logp_R = torch.full(kind_R.shape, torch.nan, device=kind_R.device)
         for kind, model in enumerate(self._models):
-            if model and (self._sharded is not None or bool((kind_R == kind).any())):
-                logp_R = torch.where(kind_R == kind, model(inputs), logp_R)
+            if model is not None and (self._sharded is not None or bool((kind_R == kind).any())):
+                logp_R = torch.where(kind_R == kind, model.logp(inputs), logp_R)
         return logp_R
 
 

@@ -112,7 +112,7 @@ def alone(ranks: Ranks) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with computing(torch.float16) as patch:
         results["end"] = at_the_end(ranks)
-        patch.setattr(zero, "_SCALE_WINDOW", WINDOW)
+        patch.setattr(zero, "SCALE_WINDOW", WINDOW)
         results |= {f"doubled {stage}": doubled(ranks, stage) for stage in DOUBLED}
     return results
 
