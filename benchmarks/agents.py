@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
@@ -37,7 +37,7 @@ from keel.configs.schema import RolloutConfig, SamplingConfig, TinyModelConfig
 from keel.model.tiny.build import build_model
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.turns import Message, Parsed, ToolCall, ToolSpec
-from keel.rl.types import Prompt, Verdict
+from keel.rl.types import Group, Prompt, Verdict
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.ray_engines import ray_pool
 from keel.rollout.spec import EngineSpec
@@ -98,36 +98,17 @@ class Looking:
         pass
 
 
-@dataclass(frozen=True, slots=True)
-class CallingChat:
+class CallingChat(TemplateChat):
     """Chat format that parses each turn and then returns a tool call instead."""
-
-    chat: TemplateChat
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         return ()
 
-    def opening(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
-    ) -> list[int]:
-        return self.chat.opening(messages, tools, thinking=thinking)
-
-    def extend(
-        self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool
-    ) -> list[int] | None:
-        return self.chat.extend(ids, messages, thinking=thinking)
-
     def parse(
-        self,
-        sampled: Sequence[int],
-        tools: Sequence[ToolSpec],
-        *,
-        thinking: bool,
-        turn: int,
-        inside: bool = False,
+        self, sampled: Sequence[int], tools: Sequence[ToolSpec], *, turn: int, **how: Any
     ) -> Parsed:
-        self.chat.parse(sampled, tools, thinking=thinking, turn=turn)
+        super().parse(sampled, tools, turn=turn, **how)
         call = ToolCall(call_id=f"call_{turn}_0", name=TOOL.name, arguments={})
         last = turn + 1 == TURNS
         return Parsed(content="", reasoning="", closed=True, calls=() if last else (call,))
@@ -180,52 +161,52 @@ def turn_prompts(count: int, turns: int, salt: str) -> list[Prompt]:
 
 def plainly(pool: Any, requests: Sequence[Prompt], sampling: SamplingConfig) -> dict[str, float]:
     """Sample plain prompts and return their speed and engine statistics."""
-    before, began = stats(pool), time.monotonic()
+    steps, busy_s = stats(pool)
+    began = time.monotonic()
     submitted = [pool.submit(prompt, group_size=1, sampling=sampling) for prompt in requests]
     groups = [group.result() for group in submitted]
-    seconds, after = time.monotonic() - began, stats(pool)
-    did = {name: after[name] - before[name] for name in ("steps", "busy_s")}
-    completions = [t for group in groups for t in group.trajectories]
-    tokens = sum(t.sampled_tokens for t in completions)
-    return {
-        "tokens_per_second": tokens / seconds,
-        "ms_per_step": 1e3 * did["busy_s"] / did["steps"],
-    }
+    return speeds(pool, groups, began, steps, busy_s)
 
 
-def stats(pool: Any) -> dict[str, float]:
+def speeds(
+    pool: Any, groups: Sequence[Group], began: float, steps: int, busy_s: float
+) -> dict[str, float]:
+    """Return the speed since `began`, when the engine had these statistics."""
+    seconds, (steps_now, busy_now) = time.monotonic() - began, stats(pool)
+    tokens = sum(t.sampled_tokens for group in groups for t in group.trajectories)
+    ms_per_step = 1e3 * (busy_now - busy_s) / (steps_now - steps)
+    return {"tokens_per_second": tokens / seconds, "ms_per_step": ms_per_step}
+
+
+def stats(pool: Any) -> tuple[int, float]:
+    """Return the engine's steps and the seconds it took for them."""
     (slot,) = pool.slots
     call = slot.engine.actor.__ray_call__
     read = lambda worker: (worker._engine._steps, worker._engine._busy_s)  # noqa: E731
-    steps, busy_s = ray.get(call.remote(read), timeout=ROUND_S)
-    return {"steps": steps, "busy_s": busy_s}
+    return ray.get(call.remote(read), timeout=ROUND_S)
 
 
 def measure(
     pool: Any, runner: EpisodeRunner, sampling: SamplingConfig, count: int, salt: str
 ) -> dict[str, Any]:
     """Run one round: episodes, then both kinds of plain prompts."""
-    before, began = stats(pool), time.monotonic()
+    steps, busy_s = stats(pool)
+    began = time.monotonic()
     futures = [runner.submit(p, group_size=1, purpose="train") for p in prompts(count, salt)]
     groups = [future.result() for future in as_completed(futures, timeout=ROUND_S)]
-    agents_s, after = time.monotonic() - began, stats(pool)
-    did = {name: after[name] - before[name] for name in ("steps", "busy_s")}
-    trajectories = [t for group in groups for t in group.trajectories]
-    usages = [t.usage for t in trajectories if t.usage is not None]
-    tokens = sum(t.sampled_tokens for t in trajectories)
-    speed = tokens / agents_s
+    agents = speeds(pool, groups, began, steps, busy_s)
+    usages = [t.usage for group in groups for t in group.trajectories if t.usage is not None]
     plain = [replace(p, environment="") for p in prompts(count, f"{salt}plain")]
     whole = plainly(pool, plain, sampling)
     turns = max(usage.turns for usage in usages)
     each = replace(sampling, max_tokens=TURN_TOKENS)
     by_turn = plainly(pool, turn_prompts(count, turns, salt), each)
     return {
-        "agents_tokens_per_second": speed,
-        "ratio": speed / whole["tokens_per_second"],
-        "ratio_by_turn": speed / by_turn["tokens_per_second"],
+        "ratio": agents["tokens_per_second"] / whole["tokens_per_second"],
+        "ratio_by_turn": agents["tokens_per_second"] / by_turn["tokens_per_second"],
+        "agents": agents,
         "whole": whole,
         "by_turn": by_turn,
-        "agents_ms_per_step": 1e3 * did["busy_s"] / did["steps"],
         "dropped": sorted({reason for group in groups for reason in group.dropped}),
         "prefix_hit_fraction": sum(u.cached_tokens for u in usages)
         / sum(u.repeated_tokens for u in usages),
@@ -238,6 +219,7 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), default="1b")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     gpu = torch.cuda.is_available()
     sampling = SamplingConfig(top_p=0.95, top_k=64, max_tokens=TURNS * TURN_TOKENS)
     with tempfile.TemporaryDirectory() as scratch:
@@ -260,7 +242,7 @@ def main() -> None:
         pool = ray_pool(spec, gpu=gpu, startup_timeout_s=ROUND_S)
         kind = EpisodeKind(
             environment=Looking,
-            chat=CallingChat(TemplateChat(tokenizer)),
+            chat=CallingChat(tokenizer),
             budget=Budget(
                 turns=TURNS,
                 turn_tokens=TURN_TOKENS,
@@ -286,17 +268,13 @@ def main() -> None:
                     kind: statistics.median(row[kind] for row in rounds)
                     for kind in ("ratio", "ratio_by_turn")
                 }
-                write(options.out, report | medians | {"rounds": rounds})
+                text = json.dumps(report | medians | {"rounds": rounds}, indent=1)
+                (options.out / "agents.json").write_text(text)
+                print(json.dumps(rounds[-1], indent=1), flush=True)
         finally:
             runner.close()
             pool.shutdown()
             ray.shutdown()
-
-
-def write(folder: Path, report: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "agents.json").write_text(json.dumps(report, indent=1))
-    print(json.dumps(report["rounds"][-1], indent=1), flush=True)
 
 
 if __name__ == "__main__":

@@ -72,22 +72,71 @@ class Mixture:
         return Qwen3MoeConfig(**sizes, **others)
 
 
-def _dense(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool) -> Qwen3Config:
-    return Qwen3Config(
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a dense Qwen3."""
+
+    vocab_size: int
+    """Rows of the embedding."""
+    tokens: int
+    """Tokenizer entries; further embedding rows are unused."""
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool = True
+    """Whether the head is the embedding."""
+    max_context: int = 4096
+    spread: float = 0.02
+    """Standard deviation of the layers' matrices. Narrow models need a larger one, or sampling
+    repeats one token forever."""
+
+    @property
+    def parameters(self) -> int:
+        attention = 2 * self.hidden_size * self.head_dim * (self.heads + self.kv_heads)
+        layer = attention + 3 * self.hidden_size * self.intermediate_size
+        return self.layers * layer + (2 - self.tied) * self.vocab_size * self.hidden_size
+
+    def config(self) -> Qwen3Config:
+        return Qwen3Config(
+            architectures=["Qwen3ForCausalLM"],
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_context,
+            initializer_range=self.spread,
+            tie_word_embeddings=self.tied,
+            dtype="bfloat16",
+        )
+
+
+VOCABULARIES = {32_768: 32_500, 65_536: 65_100, 151_936: 151_669}
+"""Rows of the embedding → entries of the tokenizer."""
+
+
+def qwen3(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool = True) -> Shape:
+    return Shape(
         vocab_size=151_936,
+        tokens=VOCABULARIES[151_936],
         hidden_size=hidden,
         intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
+        layers=layers,
+        heads=heads,
+        kv_heads=8,
         head_dim=128,
-        tie_word_embeddings=tied,
+        tied=tied,
     )
 
 
-QWEN3_06B = _dense(1024, 3072, 28, 16, tied=True)
-QWEN3_17B = _dense(2048, 6144, 28, 16, tied=True)
-QWEN3_8B = _dense(4096, 12_288, 36, 32, tied=False)
+QWEN3_06B = qwen3(1024, 3072, 28, 16).config()
+QWEN3_17B = qwen3(2048, 6144, 28, 16).config()
+QWEN3_8B = qwen3(4096, 12_288, 36, 32, tied=False).config()
 QWEN3_30B_A3B = Qwen3MoeConfig(
     vocab_size=151_936,
     hidden_size=2048,

@@ -20,15 +20,17 @@ import argparse
 import json
 import math
 import os
+import shutil
 import signal
 import statistics
 import sys
+import tempfile
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
@@ -72,9 +74,7 @@ ARMS: Mapping[str, Arm] = {
     "trl-lora": Arm(trl=True, lora=True),
     "keel-float16": Arm(knobs={"model.dtype": "float16"}),
     "keel-residual": Arm(knobs={"model.dtype": "float16", "model.residual_dtype": "float32"}),
-    "keel-invariant": Arm(
-        knobs={"model.batch_invariant": True, "trainer.share_prompts": False},
-    ),
+    "keel-invariant": Arm(knobs={"model.batch_invariant": True, "trainer.share_prompts": False}),
     "keel-lag1": Arm(knobs={"algorithm.max_lag": 1}),
     "keel-updates4": Arm(knobs={"algorithm.updates_per_batch": 4}),
     "keel-agent": Arm(knobs=calculator_knobs("peers")),
@@ -136,22 +136,18 @@ def command(run: Run, options: argparse.Namespace, folder: Path) -> list[str]:
     module, name = ("trl_grpo", "trl-real") if arm.trl else ("keel_grpo", "keel-auto")
     common = {"run.gpu_gib": options.gib} if options.gib else {}
     common |= {"model.tiny.cold_start.steps": 0} if options.model == "tiny" else {}
-    knobs = {**common, **arm.knobs}
-    shared = [f"{knob}={json.dumps(value)}" for knob, value in knobs.items()]
+    knobs = [f"{knob}={json.dumps(value)}" for knob, value in {**common, **arm.knobs}.items()]
     return [
         *(sys.executable, "-m", f"benchmarks.peers.{module}", f"--arm={name}", "--warmup=0"),
         *(f"--workload={workload}", f"--out={folder / 'arm.json'}", f"--steps={options.steps}"),
-        *([] if arm.trl else [f"--scratch={folder}", *shared, *options.set]),
+        *([] if arm.trl else [f"--scratch={folder}", *knobs, *options.set]),
     ]
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the complete lines of a run's file."""
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """Read the complete lines of a run's steps."""
     text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
-
-
-def steps_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    rows = map(json.loads, text.split("\n")[:-1])
     return [row for row in rows if "step" in row]
 
 
@@ -185,8 +181,7 @@ def perform(run: Run, options: argparse.Namespace, gpu: str, stop: Event) -> str
     """Do one run on a GPU (empty: without) and return what went wrong, if anything."""
     if why := missing(run):
         return why
-    folder = options.out / "work" / f"{run.name}-{uuid.uuid4().hex[:6]}"
-    folder.mkdir(parents=True)
+    folder = Path(tempfile.mkdtemp(prefix="real-"))
     lines = Lines(run, folder / "arm.json", options.out / f"{run.name}.jsonl")
     log, words = options.out / f"{run.name}.log", command(run, options, folder)
 
@@ -200,10 +195,10 @@ def perform(run: Run, options: argparse.Namespace, gpu: str, stop: Event) -> str
     reason = "" if whole else last_line(log) if status == "failed" else status
     why = "" if whole else f"{lines.steps} of {options.steps} steps: {reason}"
     content = json.loads((folder / "arm.json").read_text()) if lines.steps else {}
-    first_s = content.get("first_step_at", 0.0)
     facts = {"commit": commit(), "gpu": gpu, "runs at once": options.parallel, "wall_s": wall_s}
-    facts |= {"first_step_at": first_s, "versions": content.get("versions", {})}
+    facts |= {name: content.get(name) for name in ("versions", "settings", "first_step_at")}
     lines.write({"ended": why or "done", **facts, "command": words[3:]})
+    shutil.rmtree(folder)
     return why
 
 
@@ -229,9 +224,8 @@ def perform_all(options: argparse.Namespace) -> int:
         finally:
             slots.put(gpu)
 
-    runs = [
-        Run(arm=arm, seed=s, tasks=options.tasks) for s in options.seeds for arm in options.arms
-    ]
+    pairs = product(options.seeds, options.arms)
+    runs = [Run(arm=arm, seed=seed, tasks=options.tasks) for seed, arm in pairs]
     runs = [run for run in runs if not finished(run, options)]
     with ThreadPoolExecutor(options.parallel) as pool:
         futures = [pool.submit(one, run) for run in runs]
@@ -255,15 +249,14 @@ def visible_gpus() -> list[str]:
 
 
 def finished(run: Run, options: argparse.Namespace) -> bool:
-    return len(steps_of(read_rows(options.out / f"{run.name}.jsonl"))) >= options.steps
+    return len(read_steps(options.out / f"{run.name}.jsonl")) >= options.steps
 
 
 def interval(values: Sequence[float]) -> float:
     """Half the width of the 95 % interval of the mean, over seeds; NaN for one seed."""
-    if len(values) < 2:
-        return math.nan
-    quantile = T_95.get(len(values) - 1, 2.0)
-    return quantile * statistics.stdev(values) / math.sqrt(len(values))
+    number = len(values)
+    quantile = T_95.get(number - 1, 2.0)
+    return quantile * statistics.stdev(values) / math.sqrt(number) if number > 1 else math.nan
 
 
 def report(out: Path, last: int) -> str:
@@ -271,8 +264,7 @@ def report(out: Path, last: int) -> str:
     groups: dict[str, list[list[dict[str, Any]]]] = {}
     curves: list[dict[str, Any]] = []
     for path in sorted(out.glob("*.jsonl")):
-        steps = steps_of(read_rows(path))
-        if path.name == "curves.jsonl" or not steps:
+        if not (steps := read_steps(path)):
             continue
         head = {name: steps[0][name] for name in ("tasks", "arm", "seed")}
         groups.setdefault(f"{head['tasks']} | {head['arm']}", []).append(steps)
@@ -328,10 +320,10 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     failed = 0
     if not options.report:
-        if options.model != "tiny" and not (Path(options.model) / "config.json").exists():
-            parser.error(f"--model {options.model!r} has no config.json")
         if options.model != "tiny":
             options.model = str(Path(options.model).resolve())
+            if not (Path(options.model) / "config.json").exists():
+                parser.error(f"--model {options.model} has no config.json")
         if options.small:
             options.prompts, options.group, options.tokens = 4, 2, 16
         failed = perform_all(options)

@@ -35,15 +35,11 @@ def arithmetic(count: int) -> Iterator[tuple[str, str]]:
         if (a, sign, b) in seen:
             continue
         seen.add((a, sign, b))
-        word = words[sign]
-        question = draw.choice(
-            [
-                f"What is {a} {word} {b}?",
-                f"Compute {a} {sign} {b}.",
-                f"Calculate {a} {word} {b} and give the result.",
-            ]
+        way = draw.choice(
+            ("What is {0} {3} {2}?", "Compute {0} {1} {2}.", "Calculate {0} {3} {2}, please.")
         )
-        yield question, str({"+": a + b, "-": a - b, "*": a * b}[sign])
+        answer = {"+": a + b, "-": a - b, "*": a * b}[sign]
+        yield way.format(a, sign, b, words[sign]), str(answer)
 
 
 def hard(count: int) -> Iterator[tuple[str, str]]:

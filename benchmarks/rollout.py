@@ -76,8 +76,8 @@ class Size(Mixture):
     """Number of tokens in every completion."""
     top_p: float = 0.95
     top_k: int = 512
-    mean_kept: float = 8.0
-    """Mean number of ids in a sampling mask."""
+    logit_spread: float = 9.15
+    """Standard deviation of the logits, at which a mask of normal ones keeps 8 ids on average."""
     dtype: str = "bfloat16"
 
     @property
@@ -105,31 +105,16 @@ SMALL = Size(
     prompt=48,
     completion=32,
     top_k=64,
+    logit_spread=6.33,
     dtype="float32",
 )
 
 
 def write(folder: Path, size: Size) -> dict[str, float]:
-    """Write the model to disk. Returns its parameter count and its logit spread."""
-    sharpness = logit_spread(size)
+    """Write the model to disk and return its parameter count."""
     config = size.config(norm_topk_prob=True, max_position_embeddings=4096)
-    parameters = write_model(folder, config, size.words, seed=0, sharpness=sharpness)
-    return {"parameters": parameters, "logit_spread": sharpness}
-
-
-def logit_spread(size: Size) -> float:
-    """Return the standard deviation of normally distributed logits for which truncation keeps
-    `mean_kept` ids on average."""
-    generator = torch.Generator().manual_seed(1)
-    ranked = torch.randn(256, size.words, generator=generator).topk(size.top_k).values
-    low, high = 0.1, 30.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        chances = (ranked * middle).softmax(-1)
-        before = chances.cumsum(-1) - chances
-        kept = (before < size.top_p).sum(-1).float().mean().item()
-        low, high = (middle, high) if kept > size.mean_kept else (low, middle)
-    return (low + high) / 2
+    count = write_model(folder, config, size.words, seed=0, sharpness=size.logit_spread)
+    return {"parameters": count}
 
 
 def make_prompts(size: Size, salt: str) -> list[Prompt]:
@@ -274,7 +259,6 @@ def timed_run(size: Size, salt: str) -> dict[str, Any]:
     cpu = _driver.on_thread(time.thread_time) - cpu
     return {
         "tokens_per_second": size.sequences * size.completion / seconds,
-        "ms_per_token_row": 1e3 * seconds / size.completion,
         "thread_ms_per_token_row": 1e3 * cpu / size.completion,
         **({"mean_kept": mean_kept(groups)} if groups else {}),
     }
@@ -288,15 +272,6 @@ def mean_kept(groups: Sequence[Group]) -> float:
     return sum(len(mask.ids) for mask in masks) / sampled
 
 
-def variables(arm: Arm, *, gpu: bool) -> dict[str, str]:
-    """Return the environment variables for an arm's process; plain vLLM keeps its sampler."""
-    result = env_vars(RolloutConfig(threads=2), gpu=gpu)
-    if not arm.keel:
-        del result["VLLM_USE_FLASHINFER_SAMPLER"]
-    multiprocessing = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if arm.keel else "1"}
-    return {**result, **multiprocessing, "HF_HUB_OFFLINE": "1"}
-
-
 def measure(
     names: Sequence[str], folder: str, size: Size, out: Path, rounds: int, save: Any
 ) -> None:
@@ -305,7 +280,11 @@ def measure(
     starting: dict[str, Any] = {}
     before = dict(os.environ)
     for name in names:
-        os.environ |= variables(ARMS[name], gpu=torch.cuda.is_available())
+        keel = ARMS[name].keel
+        os.environ |= env_vars(RolloutConfig(threads=2), gpu=torch.cuda.is_available())
+        os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not keel))}
+        if not keel:  # plain vLLM keeps its sampler
+            del os.environ["VLLM_USE_FLASHINFER_SAMPLER"]
         processes[name] = ProcessPoolExecutor(1, get_context("spawn"))
         starting[name] = processes[name].submit(start, name, folder, size, out / f"log_{name}.txt")
         os.environ.clear()
@@ -374,10 +353,10 @@ def main() -> None:
             with suppress(psutil.Error):
                 process.kill()
     print(", ".join(f"{name} {value}" for name, value in run_facts().items()))
-    print("\narm                    tok/s  ms/row  thread ms  ÷ stock  ÷ plain  kept")
+    print("\narm                    tok/s  thread ms  ÷ stock  ÷ plain  kept")
     for name, row in report["summary"].items():
         print(
-            f"{name:22s}{row['tokens_per_second']:7,.0f}{row['ms_per_token_row']:8.2f}"
+            f"{name:22s}{row['tokens_per_second']:7,.0f}"
             f"{row['thread_ms_per_token_row']:11.2f}{row['to_stock']:9.2f}"
             f"{row['to_plain']:9.3f}{row.get('mean_kept', float('nan')):6.1f}"
         )

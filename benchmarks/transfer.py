@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from benchmarks.common import Mixture, arguments
+from benchmarks.peers.shape import write_model
 from benchmarks.synthetic import SOURCE
 from keel.configs.schema import (
     AlgorithmConfig,
@@ -33,7 +33,6 @@ from keel.configs.schema import (
     SamplingConfig,
     TrainerConfig,
 )
-from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rollout.ray_engines import ray_pool
 from keel.rollout.spec import EngineSpec
 from keel.trainer.learner import Learner
@@ -47,22 +46,11 @@ BUCKET_MIB = 256
 SMALL = Mixture(hidden=64, layers=2, experts=8, per_token=2, expert=64, vocabulary=2048)
 
 
-def write_model(folder: Path, config: Qwen3MoeConfig, *, small: bool) -> int:
-    """Write random weights and return the parameter count."""
-    with torch.device("cpu" if small else "cuda"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32 if small else torch.bfloat16
-        )
-    model.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def measure(options: argparse.Namespace, folder: Path) -> None:
     """Measure all updates and print the results."""
     gpus, small = options.gpus, options.small
     sizes = SMALL if small else Mixture()
-    parameters = write_model(folder, sizes.config(), small=small)
-    build_tokenizer().save_pretrained(folder)
+    parameters = write_model(folder, sizes.config(), 2000, seed=0, sharpness=1.0)
     config = Config(
         model=ModelConfig(path=str(folder), dtype="float32" if small else "bfloat16"),
         data=DataConfig(sources=(SOURCE,), max_prompt_tokens=64),

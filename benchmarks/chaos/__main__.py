@@ -39,8 +39,14 @@ from typing import Any
 
 import psutil
 
-from benchmarks.chaos import disk, preload
-from benchmarks.chaos.faults import GONE_S, Fault, Kind, Means, chosen, kinds, suffer
+from benchmarks.chaos.faults import GONE_S, Fault, Kind, chosen, kinds, suffer
+from benchmarks.chaos.means import (
+    Means,
+    Preload,
+    disk_unavailable,
+    preload_unavailable,
+    small_disk,
+)
 from benchmarks.chaos.outcome import Record, compared, ends, memory, summary, wrong
 from benchmarks.chaos.run import Refused, Run, marked, until, words_of
 from benchmarks.common import arguments
@@ -101,12 +107,12 @@ def write(out: Path, results: dict[str, Any]) -> None:
 
 def prepared(stack: ExitStack, out: Path) -> Means:
     """Set up the fault tools of this machine and report the missing ones."""
-    for why in filter(None, (preload.unavailable(), disk.unavailable())):
+    for why in filter(None, (preload_unavailable(), disk_unavailable())):
         print(f"left out: {why}", flush=True)
     place = out / "disk"
     return Means(
-        disk=None if disk.unavailable() else stack.enter_context(disk.small_disk(place)),
-        preload=None if preload.unavailable() else preload.Preload(out, place),
+        disk=None if disk_unavailable() else stack.enter_context(small_disk(place)),
+        preload=None if preload_unavailable() else Preload(out, place),
     )
 
 
@@ -195,7 +201,7 @@ def main() -> int:
     own = [word for word in (*options.knob, *options.only) if "=" in word]
     only = [word for word in options.only if "=" not in word]
     try:
-        there = kinds(preloaded=not preload.unavailable(), on_disk=not disk.unavailable())
+        there = kinds(preloaded=not preload_unavailable(), on_disk=not disk_unavailable())
         possible = chosen(only, there)
     except ValueError as error:
         parser.error(str(error))

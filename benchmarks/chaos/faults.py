@@ -12,8 +12,7 @@ from typing import Literal
 
 import psutil
 
-from benchmarks.chaos.disk import Disk
-from benchmarks.chaos.preload import Preload
+from benchmarks.chaos.means import Means
 from benchmarks.chaos.run import ROLES, TIMEOUT_S, Run, marked, words_of
 from keel.rollout.pool import MAX_RESTARTS
 from keel.trainer.placement.watchdog import has_exited
@@ -94,14 +93,6 @@ class Fault:
     @property
     def name(self) -> str:
         return f"{self.action} {self.kind}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
-    """Fault tools of this machine."""
-
-    preload: Preload | None = None
-    disk: Disk | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,19 +171,12 @@ def compared(first: Path, second: Path, faults: Sequence[Fault]) -> dict[str, An
     killed = [fault.step for fault in faults if fault.name == "kill reward worker"]
     lost = [s for s in both if one[s].get("reward/error", 0) and any(at < s for at in killed)]
     due_same = [step for step in both if not lost or step < lost[0]]
-    last = both[-max(1, len(both) // 4) :]
     return {
         "metrics": names,
         "steps": len(both),
         "equal steps": sum(not size for size in gaps.values()),
         "different, and not due": [step for step in due_same if gaps[step]],
         "first lost score": lost[0] if lost else None,
-        "largest difference": max(gaps.values(), default=0.0),
-        "reward/mean, last quarter": [
-            statistics.fmean(run[step].get("reward/mean", math.nan) for step in last)
-            for run in (one, other)
-            if last
-        ],
     }
 
 

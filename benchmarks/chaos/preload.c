@@ -1,5 +1,5 @@
 /* Preloaded into the processes of a run (LD_PRELOAD) to simulate a wall clock that jumps and a slow
-   disk, controlled by a shared file (benchmarks/chaos/preload.py).
+   disk, controlled by a shared file (benchmarks/chaos/means.py).
 
    CLOCK_REALTIME gets an offset. Waits until a time of that clock end when that time has come, as
    they do when the kernel's clock is set: a wait that has been jumped over ends at once.

@@ -28,6 +28,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from benchmarks.peers.memory import PeakMemory, check_alone, gpu_name, gpu_reade
 from benchmarks.peers.report import (
     GOALS,
     KNOBS,
+    WORK,
     ArmRun,
     Status,
     allowed_gib,
@@ -176,7 +178,6 @@ class Bench:
     def write(self) -> None:
         content = {
             "facts": self.facts(),
-            "workload": json.loads((self._scratch / "workload.json").read_text()),
             "runs": [run.as_json() for run in self.runs],
         }
         (self._options.out / "results.json").write_text(json.dumps(content, indent=1) + "\n")
@@ -184,25 +185,16 @@ class Bench:
         (self._options.out / "report.md").write_text(text)
 
     def facts(self) -> dict[str, str]:
-        shape, workload, options = self._workload.shape, self._workload, self._options
+        workload, options = self._workload, self._options
         versions: dict[str, str] = {}
         for run in self.runs:
             versions |= run.details.get("versions", {})
-        ends = f" (ending after about {workload.ends_after})" if workload.ends_after else ""
         return {
             "machine": f"{gpu_name() or 'no GPU'}; {os.cpu_count()} cores ({platform.machine()})",
             "commit": commit(),
             "command": " ".join(["python -m benchmarks.peers.compare", *sys.argv[1:]]),
             "versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
-            "model": (
-                f"{shape.layers} layers of {shape.hidden_size}, vocabulary {shape.vocab_size:,}, "
-                f"tied head, random weights (sharpness {workload.sharpness:g})"
-            ),
-            "a step": (
-                f"{workload.prompts_per_step} prompts × {workload.group_size} completions, "
-                f"{workload.prompt_tokens} + {workload.completion_tokens} tokens each{ends}, top-p "
-                f"{workload.top_p:g}, top-k {workload.top_k}, β {workload.kl_coef:g}"
-            ),
+            WORK: json.dumps(asdict(replace(workload, model="", prompts=""))),
             KNOBS: ", ".join([*sorted(options.set), f"within {options.within or 'the goal'}"]),
             "measured": (
                 f"{options.steps} steps per run after {options.warmup} of warm-up; memory of "

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import yaml
 
-from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_parser, versions
+from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_options, versions
 
 PHASES = {"rollout": "rollout", "reward": "reward", "train": "training", "sync": "weights"}
 """Keel's timers → phases of the report."""
@@ -41,38 +41,7 @@ NOTES = (
     "time/idle_fraction",
 )
 AUTO, WITHIN = "keel-auto", "keel-within"
-TURNS = {
-    "trainer.compile": True,
-    "trainer.activation_checkpointing": False,
-    "trainer.micro_batch_tokens": 17_280,
-    "rollout.time_share": True,
-    "trainer.offload_while_sampling": False,
-}
-APART = {
-    **TURNS,
-    "rollout.gpu_memory_utilization": 0.31,
-    "trainer.offload_while_sampling": True,
-}
-ARMS: dict[str, dict[str, Any]] = {
-    "keel": {},
-    "keel-turns": {"rollout.recorder": "packed", **TURNS},
-    "keel-turns-large": {**TURNS, "rollout.gpu_memory_utilization": 0.2},
-    "keel-wide": {
-        **TURNS,
-        "trainer.micro_batch_tokens": 32_256,
-        "rollout.time_share": False,
-        "rollout.gpu_memory_utilization": 0.2,
-    },
-    "keel-recomputed": {
-        **APART,
-        "trainer.activation_checkpointing": True,
-        "trainer.micro_batch_tokens": 18_432,
-    },
-    "keel-narrow": {**APART, "trainer.micro_batch_tokens": 3_456},
-    AUTO: {},
-    WITHIN: {},
-}
-"""Knobs that differ from `recipe`. `APART` offloads the trainer while the engine samples."""
+ARMS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("keel.yaml").read_text())
 SET_BY_HAND = (
     "rollout.max_num_seqs",
     "rollout.gpu_memory_utilization",
@@ -227,15 +196,12 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    parser = arm_parser(__doc__, ARMS, default="keel")
-    parser.add_argument("--scratch", type=Path, required=True)
-    parser.add_argument("override", nargs="*", metavar="key=value", help="further knobs")
-    options = parser.parse_args()
+    options = arm_options(__doc__, ARMS)
     run(
-        Workload.load(options.workload),
-        ArmFile(path=options.out),
+        options.workload,
+        options.out,
         arm=options.arm,
-        steps=options.steps + options.warmup,
+        steps=options.steps,
         overrides=options.override,
         scratch=options.scratch,
     )

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Self
 
 import psutil
@@ -95,20 +96,12 @@ def tree_reader(pid: Callable[[], int | None]) -> Callable[[], float]:
     """
 
     def read() -> float:
-        number = pid()
-        if number is None:
-            return 0.0
-        try:
-            root = psutil.Process(number)
-            family = [root, *root.children(recursive=True)]
-        except psutil.Error:
-            return 0.0
-        total = 0.0
-        for process in family:
-            try:
-                total += process.memory_info().rss
-            except psutil.Error:
-                continue
+        total, number = 0.0, pid()
+        with suppress(psutil.Error):
+            root = psutil.Process(number) if number else None
+            for process in [root, *root.children(recursive=True)] if root else []:
+                with suppress(psutil.Error):
+                    total += process.memory_info().rss
         return total
 
     return read

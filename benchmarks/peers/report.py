@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 Status = Literal["done", "cut short", "failed", "skipped"]
 BASE, OURS = "trl", "keel"
-KNOBS = "knobs of all arms of Keel"
+KNOBS, WORK = "knobs of all arms of Keel", "workload"
 GOALS = (2.2, 0.40)
 """Minimum speed of an arm of `OURS` relative to `BASE`, and maximum relative peak memory."""
 MIN_DRAWS = 4
@@ -48,7 +48,7 @@ def earlier(out: Path) -> list[ArmRun]:
 def check_same(out: Path, facts: Mapping[str, str]) -> None:
     """Raise SystemExit if the folder has runs with another commit, machine, workload or knobs."""
     before = json.loads((out / "results.json").read_text())["facts"]
-    for name in ("machine", "commit", "model", "a step", KNOBS):
+    for name in ("machine", "commit", WORK, KNOBS):
         if (was := before.get(name)) != facts[name]:
             raise SystemExit(
                 f"--out {out} has runs with another {name}: {was!r} instead of {facts[name]!r}; "

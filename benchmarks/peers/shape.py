@@ -18,11 +18,10 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
-    Qwen3Config,
 )
 
 from benchmarks.common import arguments
-from benchmarks.peers.workload import QWEN3, SMALL, Shape, Workload, drawn
+from benchmarks.peers.workload import QWEN3, SMALL, Workload, drawn
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 MARKS = (PAD, START, END, "<unk>")
@@ -60,23 +59,6 @@ def build_tokenizer(entries: int) -> PreTrainedTokenizerFast:
     )
     wrapped.chat_template = TEMPLATE
     return wrapped
-
-
-def model_config(shape: Shape) -> Qwen3Config:
-    return Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_context,
-        initializer_range=shape.spread,
-        tie_word_embeddings=shape.tied,
-        dtype="bfloat16",
-    )
 
 
 def end_scale(workload: Workload, *, contexts: int = 200, draws: int = 128) -> float:
@@ -184,7 +166,7 @@ def write(folder: Path, workload: Workload) -> Workload:
     end = end_scale(workload) if workload.ends_after else TENTH
     write_model(
         Path(workload.model),
-        model_config(workload.shape),
+        workload.shape.config(),
         workload.shape.tokens,
         seed=workload.seed,
         sharpness=workload.sharpness,

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 from benchmarks.peers import reward
-from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_parser, versions
+from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_options, versions
 from keel.configs.schema import LoraConfig as KeelLora
 
 NOTES = (
@@ -67,6 +67,7 @@ def config(workload: Workload, settings: Settings, *, steps: int, gpu: bool) -> 
     while micro * workload.context > settings.micro_batch_tokens and micro > 1:
         micro //= 2
     share = settings.gpu_memory_utilization
+    dtype = "bfloat16" if workload.lora_rank else settings.dtype
     if gpu and not share:
         share = workload.engine_share(torch.cuda.get_device_properties(0).total_memory)
     return GRPOConfig(
@@ -79,7 +80,7 @@ def config(workload: Workload, settings: Settings, *, steps: int, gpu: bool) -> 
         disable_tqdm=True,
         use_cpu=not gpu,
         bf16=gpu,
-        model_init_kwargs={"dtype": settings.dtype if gpu else "float32"},
+        model_init_kwargs={"dtype": dtype if gpu else "float32"},
         gradient_checkpointing=False,
         use_liger_kernel=settings.liger and gpu,
         per_device_train_batch_size=micro,
@@ -208,14 +209,8 @@ def run(workload: Workload, settings: Settings, file: ArmFile, *, steps: int) ->
 
 
 def main() -> None:
-    parser = arm_parser(__doc__, ARMS, default="trl")
-    options = parser.parse_args()
-    run(
-        Workload.load(options.workload),
-        ARMS[options.arm],
-        ArmFile(path=options.out),
-        steps=options.steps + options.warmup,
-    )
+    options = arm_options(__doc__, ARMS)
+    run(options.workload, ARMS[options.arm], options.out, steps=options.steps)
     # Everything is saved, and vLLM's shutdown can take long.
     sys.stdout.flush()
     os._exit(0)

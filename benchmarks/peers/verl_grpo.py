@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from typing import Any
 import yaml
 
 from benchmarks.peers import reward
-from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_parser, versions
+from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_options, versions
 
 TURN = "benchmark_turn"
 SOURCE = "peers"
@@ -49,9 +50,6 @@ NOTES = (
 CHECKPOINTED, KEPT = 16_384, 9_216
 """Tokens per micro-batch with gradient checkpointing (verl's default) and without (about 30 GiB of
 activations for `QWEN3_06B`)."""
-UNSET = ("VLLM_USE_V2_MODEL_RUNNER",)
-"""Environment variables for the other arms' version of vLLM only."""
-STOP_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,23 +128,7 @@ def overrides(
         sampler = "trainer.v1.sampler.custom_sampler"
         made[f"{sampler}.path"] = str(Path(__file__).with_name("verl_parts.py"))
         made[f"{sampler}.name"] = "QuickReplayBuffer"
-    fixed: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("verl.yaml").read_text())
-    for section, keys in fixed.items():
-        made |= under(section, keys)
-    return made
-
-
-def under(section: str, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Prefix the keys with a section, after hydra's + for new keys."""
-    return {
-        f"+{section}.{key[1:]}" if key.startswith("+") else f"{section}.{key}": value
-        for key, value in keys.items()
-    }
-
-
-def words(made: Mapping[str, Any]) -> list[str]:
-    """Format overrides for hydra's command line, whose grammar accepts JSON values."""
-    return [f"{key}={json.dumps(value)}" for key, value in made.items()]
+    return made | yaml.safe_load(Path(__file__).with_name("verl.yaml").read_text())
 
 
 def write_inputs(folder: Path, workload: Workload) -> None:
@@ -204,19 +186,6 @@ class Watched:
         )
 
 
-def environment(log: Path, scratch: Path) -> dict[str, str]:
-    """Environment variables of verl and its Ray processes."""
-    kept = {name: value for name, value in os.environ.items() if name not in UNSET}
-    return {
-        **kept,
-        "VERL_FILE_LOGGER_PATH": str(log),
-        "RAY_TMPDIR": str(scratch),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DEDUP_LOGS": "0",
-        "HYDRA_FULL_ERROR": "1",
-    }
-
-
 def run(workload: Workload, arm: str, file: ArmFile, *, steps: int, scratch: Path) -> None:
     settings, folder = ARMS[arm], scratch / f"{arm}-{int(time.time())}"
     write_inputs(folder, workload)
@@ -228,13 +197,19 @@ def run(workload: Workload, arm: str, file: ArmFile, *, steps: int, scratch: Pat
     log = Watched(folder / "metrics.jsonl", workload.sequences)
     # Short, because the paths of Ray's sockets in it are limited to 107 characters.
     temporary = Path("/tmp") / f"verl-{os.getpid()}"
-    command = [
-        *(sys.executable, "-m", "verl.trainer.main_ppo"),
-        *words({"hydra.run.dir": str(folder), "hydra.output_subdir": None, **made}),
-    ]
-    with subprocess.Popen(
-        command, env=environment(log.path, temporary), start_new_session=True
-    ) as process:
+    made |= {"hydra.run.dir": str(folder), "hydra.output_subdir": None}
+    command = [sys.executable, "-m", "verl.trainer.main_ppo"]
+    command += [f"{key}={json.dumps(value)}" for key, value in made.items()]  # hydra reads JSON
+    variables = {
+        **os.environ,
+        "VERL_FILE_LOGGER_PATH": str(log.path),
+        "RAY_TMPDIR": str(temporary),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "HYDRA_FULL_ERROR": "1",
+    }
+    variables.pop("VLLM_USE_V2_MODEL_RUNNER", None)  # for the other arms' version of vLLM
+    with subprocess.Popen(command, env=variables, start_new_session=True) as process:
         try:
             while len(file.steps) < steps:
                 ended = process.poll() is not None
@@ -247,35 +222,17 @@ def run(workload: Workload, arm: str, file: ArmFile, *, steps: int, scratch: Pat
                     break
                 time.sleep(0.02)
         finally:
-            stop(process)
+            with suppress(ProcessLookupError):  # processes of other groups bear the arm's mark
+                os.killpg(process.pid, signal.SIGKILL)
     if len(file.steps) < steps:  # keep Ray's logs for debugging
         raise SystemExit(f"verl ended with {process.returncode} after {len(file.steps)} steps")
     shutil.rmtree(temporary, ignore_errors=True)
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt the process group, and kill it after a timeout."""
-    for sign in (signal.SIGINT, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        os.killpg(process.pid, sign)
-        try:
-            process.wait(timeout=STOP_S)
-        except subprocess.TimeoutExpired:
-            continue
-
-
 def main() -> None:
-    parser = arm_parser(__doc__, ARMS, default="verl")
-    parser.add_argument("--scratch", type=Path, required=True)
-    options = parser.parse_args()
-    run(
-        Workload.load(options.workload),
-        options.arm,
-        ArmFile(path=options.out),
-        steps=options.steps + options.warmup,
-        scratch=options.scratch,
-    )
+    options = arm_options(__doc__, ARMS)
+    steps, scratch = options.steps, options.scratch
+    run(options.workload, options.arm, options.out, steps=steps, scratch=scratch)
 
 
 if __name__ == "__main__":

@@ -11,33 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes of a dense Qwen3."""
-
-    vocab_size: int
-    """Rows of the embedding."""
-    tokens: int
-    """Tokenizer entries; further embedding rows are unused."""
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    tied: bool = True
-    """Whether the head is the embedding."""
-    max_context: int = 4096
-    spread: float = 0.02
-    """Standard deviation of the layers' matrices. Narrow models need a larger one, or sampling
-    repeats one token forever."""
-
-    @property
-    def parameters(self) -> int:
-        attention = 2 * self.hidden_size * self.head_dim * (self.heads + self.kv_heads)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size
-        return self.layers * layer + (2 - self.tied) * self.vocab_size * self.hidden_size
+from benchmarks.common import VOCABULARIES, Shape, qwen3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,15 +75,13 @@ class Workload:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @staticmethod
-    def load(path: Path) -> Workload:
-        fields = json.loads(path.read_text())
+    def load(path: str | Path) -> Workload:
+        fields = json.loads(Path(path).read_text())
         return Workload(**{**fields, "shape": Shape(**fields["shape"])})
 
 
 WIDTHS = {1024: (3072, 16), 1536: (4608, 16), 2048: (6144, 16), 2560: (9728, 32)}
 """Hidden size → intermediate size and heads of Qwen3's dense models (1536 is interpolated)."""
-VOCABULARIES = {32_768: 32_500, 65_536: 65_100, 151_936: 151_669}
-"""Rows of the embedding → entries of the tokenizer."""
 MAX_PARAMETERS, MAX_COST, MIN_STEP_TOKENS = 2.0e9, 1.4e14, 32_768
 """Limits of a drawn workload; the cost is parameters × tokens of a step (Qwen3-0.6B's: 0.9e14)."""
 
@@ -151,22 +123,8 @@ def drawn(seed: int) -> Workload:
             return workload
 
 
-def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool = True) -> Shape:
-    return Shape(
-        vocab_size=151_936,
-        tokens=VOCABULARIES[151_936],
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        layers=layers,
-        heads=heads,
-        kv_heads=8,
-        head_dim=128,
-        tied=tied,
-    )
-
-
 QWEN3_06B = Workload(
-    shape=_qwen3(1024, 3072, 28, 16),
+    shape=qwen3(1024, 3072, 28, 16),
     prompts_per_step=16,
     group_size=8,
     prompt_tokens=128,
@@ -176,8 +134,8 @@ QWEN3_06B = Workload(
 )
 QWEN3 = {
     "0.6b": QWEN3_06B,
-    "1.7b": replace(QWEN3_06B, shape=_qwen3(2048, 6144, 28, 16)),
-    "8b": replace(QWEN3_06B, shape=_qwen3(4096, 12_288, 36, 32, tied=False)),
+    "1.7b": replace(QWEN3_06B, shape=qwen3(2048, 6144, 28, 16)),
+    "8b": replace(QWEN3_06B, shape=qwen3(4096, 12_288, 36, 32, tied=False)),
 }
 SMALL = Workload(
     shape=Shape(
@@ -241,15 +199,19 @@ class ArmFile:
         temporary.replace(self.path)
 
 
-def arm_parser(about: str | None, arms: Iterable[str], *, default: str) -> argparse.ArgumentParser:
-    """Create the command-line parser shared by all arms."""
+def arm_options(about: str | None, arms: Iterable[str]) -> argparse.Namespace:
+    """Read the command line of an arm."""
     parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--workload", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--arm", choices=sorted(arms), default=default)
+    parser.add_argument("--workload", type=Workload.load, required=True)
+    parser.add_argument("--out", type=lambda path: ArmFile(path=Path(path)), required=True)
+    parser.add_argument("--arm", choices=sorted(arms), required=True)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=1)
-    return parser
+    parser.add_argument("--scratch", type=Path)
+    parser.add_argument("override", nargs="*", metavar="key=value", help="further knobs of Keel")
+    options = parser.parse_args()
+    options.steps += options.warmup
+    return options
 
 
 def versions(*packages: str, suffix: str = "") -> dict[str, str]:

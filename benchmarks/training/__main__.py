@@ -29,15 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import arguments, commit
-from benchmarks.training.cases import (
-    LONG,
-    MIXTURES,
-    SHAPES,
-    Case,
-    long,
-    one_gpu,
-    replays,
-)
+from benchmarks.training.cases import LONG, MIXTURES, SHAPES, Case, long, one_gpu, replays
 
 ROOT = Path(__file__).parents[2]
 GRACE_S = 30
@@ -63,8 +55,7 @@ def start(
     store.unlink(missing_ok=True)
     processes = []
     for rank in range(group.ranks):
-        job = out / f"job-{group.name}-{rank}.json"
-        Job(
+        job = Job(
             cases=group.cases,
             rank=rank,
             ranks=group.ranks,
@@ -73,7 +64,7 @@ def start(
             seconds=seconds,
             rounds=options.rounds,
             small=options.small,
-        ).write(job)
+        )
         environment = {
             "OMP_WAIT_POLICY": "PASSIVE",
             "NCCL_NVLS_ENABLE": "0",
@@ -87,7 +78,7 @@ def start(
         with open(out / f"log-{group.name}-{rank}.txt", "wb") as log:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, __file__, "--job", str(job)],
+                    [sys.executable, __file__, "--job", json.dumps(asdict(job))],
                     env=environment,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -187,12 +178,12 @@ def main() -> None:
     parser.add_argument("--replay", action="store_true", help="cost of routes and masks")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=180, help="time limit for everything")
-    parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
         from benchmarks.training.measure import Job, run  # noqa: PLC0415
 
-        run(Job.read(options.job))
+        run(Job.parse(options.job))
         return
     if options.out is None:
         parser.error("--out is missing")

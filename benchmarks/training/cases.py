@@ -55,8 +55,8 @@ class Case:
     ranks: int = 1
     sequence_parallel: int = 1
     recompute: bool = False
-    keep_attention: bool = False
     flash4: bool = False
+    """Use FlashAttention-4, and store attention's outputs for the backward pass."""
     compiled: bool = False
     routes: bool = True
     """Replay recorded routes."""
@@ -73,7 +73,6 @@ class Case:
             length=0,
             micro_batch_tokens=0,
             recompute=False,
-            keep_attention=False,
             routes=True,
             masks=True,
             mean_set=0,
@@ -109,7 +108,7 @@ class Case:
             sequence_parallel=self.sequence_parallel,
             micro_batch_tokens=self.micro_batch_tokens,
             activation_checkpointing=self.recompute,
-            keep_attention=self.keep_attention,
+            keep_attention=self.flash4,
             attention_kernels="flash4" if self.flash4 else "torch",
             compile=self.compiled,
             lr=1e-9,
@@ -121,7 +120,7 @@ class Case:
         if self.ranks > 1:
             parts.append(f"{self.ranks} ranks, tokens over {self.sequence_parallel}")
         parts += ["recompute"] * self.recompute + ["compiled"] * self.compiled
-        parts += ["flash4"] * self.flash4 + ["attention kept"] * self.keep_attention
+        parts += ["flash4"] * self.flash4
         parts += ["live routing"] * (not self.routes) + ["whole vocabulary"] * (not self.masks)
         return ", ".join(parts + [f"masks of {self.mean_set}"] * (self.mean_set != 8))
 
@@ -171,25 +170,19 @@ def replays(shapes: Sequence[str], unit: int) -> Iterator[Case]:
 
 
 def long(shapes: Sequence[str], ranks: int, unit: int) -> Iterator[Case]:
-    """Yield steps on trajectories of 32k and 64k tokens per rank, split over all ranks.
-
-    Covers FlashAttention-4 and PyTorch's kernels, each with and without stored attention outputs.
-    """
-    kinds = ((True, True), (True, False), (False, True), (False, False))
+    """Yield steps on trajectories of 32k and 64k tokens per rank, split over all ranks."""
     for shape in shapes:
-        for flash4, kept in kinds if unit >= 1024 else kinds[2:]:
-            for length in (32 * unit * ranks, 64 * unit * ranks):
-                yield Case(
-                    shape=shape,
-                    length=length,
-                    micro_batch_tokens=length,
-                    step_tokens=2 * length,
-                    ranks=ranks,
-                    sequence_parallel=ranks,
-                    recompute=True,
-                    keep_attention=kept,
-                    flash4=flash4,
-                )
+        for length in (32 * unit * ranks, 64 * unit * ranks):
+            yield Case(
+                shape=shape,
+                length=length,
+                micro_batch_tokens=length,
+                step_tokens=2 * length,
+                ranks=ranks,
+                sequence_parallel=ranks,
+                recompute=True,
+                flash4=unit >= 1024,
+            )
 
 
 def estimates(

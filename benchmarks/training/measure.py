@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,12 +44,9 @@ class Job:
     small: bool
 
     @staticmethod
-    def read(path: Path) -> Job:
-        content = json.loads(path.read_text())
+    def parse(text: str) -> Job:
+        content = json.loads(text)
         return Job(**{**content, "cases": [Case(**case) for case in content["cases"]]})
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
 
 
 def timed(engine: SyntheticEngine, batch: TrainBatch) -> float:
@@ -85,7 +81,7 @@ def run(job: Job) -> None:
                 model = model_of(case.shape, small=job.small)
                 facts = facts_of(model)
                 if engine is None:
-                    first = replace(case, recompute=False, keep_attention=False)
+                    first = replace(case, recompute=False)
                     config = first.config(facts.vocab_size)
                     engine = SyntheticEngine(
                         model, config, rank=job.rank, world_size=job.ranks, store=store
@@ -185,7 +181,7 @@ def adapted(engine: SyntheticEngine, case: Case) -> Iterator[None]:
     replays = engine._replays
     engine._replays = replays and case.routes
     if case.recompute:
-        engine.recompute(keep_attention=case.keep_attention)
+        engine.recompute(keep_attention=case.flash4)
     try:
         yield
     finally:

@@ -117,11 +117,9 @@ def measure(tokens: int, vocabulary: int, d: int, mean: int, rounds: int) -> str
             run()  # untimed, so that each starts with warm host caches
             times[name].append(milliseconds(run))
     step, reuse, full = (statistics.median(values) for values in times.values())
-    chunks = {"union" if chunk.union is not None else "gather" for chunk in plan.chunks}
     gib, full_gib = (extra_gib(inputs, runs[name]) for name in ("step", "full"))
-    kind = "+".join(sorted(chunks)) if mean else "full"
     return (
-        f"| {vocabulary} | {d} | {len(inputs.ids) / tokens:.1f} | {kind} | {step:.2f} "
+        f"| {vocabulary} | {d} | {len(inputs.ids) / tokens:.1f} | {step:.2f} "
         f"| {reuse:.2f} | {gib:.2f} | {full:.1f} | {full_gib:.1f} | {full / step:.1f} |"
     )
 
@@ -134,8 +132,8 @@ def main() -> None:
         parser.error("this benchmark needs a CUDA GPU")
     torch.manual_seed(0)
     print(", ".join(f"{name} {value}" for name, value in run_facts().items()), flush=True)
-    names = "V | d | mean set | plan | step ms | reuse ms | GiB | full ms | full GiB | full/step"
-    print(f"| {names} |\n|" + "---|" * 10)
+    names = "V | d | mean set | step ms | reuse ms | GiB | full ms | full GiB | full/step"
+    print(f"| {names} |\n|" + "---|" * 9)
     for vocabulary, d in SHAPES:
         for mean in SETS:
             print(measure(TOKENS, vocabulary, d, mean, options.rounds), flush=True)

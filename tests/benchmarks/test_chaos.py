@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from benchmarks.chaos import __main__ as chaos
-from benchmarks.chaos import preload
-from benchmarks.chaos.faults import Fault, Means
+from benchmarks.chaos.faults import Fault
+from benchmarks.chaos.means import Means, Preload, preload_unavailable
 from benchmarks.chaos.outcome import compared
-from benchmarks.chaos.preload import Preload
 from benchmarks.common import COMMIT_VARIABLE
 
 HOUR_S = 3600.0
@@ -41,7 +40,7 @@ print(min(took))
 
 
 @pytest.mark.e2e
-@pytest.mark.skipif(bool(preload.unavailable()), reason=preload.unavailable())
+@pytest.mark.skipif(bool(preload_unavailable()), reason=preload_unavailable())
 def test_clock_jump_and_slow_sync_are_isolated(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
