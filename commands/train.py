@@ -22,7 +22,8 @@ from keel.trainer.launch import Runtime, SftRuntime, launch, launch_sft
 from keel.trainer.nonfinite import SHOWN_FINDINGS
 from keel.trainer.placement.choose import save_choice
 from keel.trainer.placement.elastic import ElasticLayouts, RetryOnOom
-from keel.trainer.placement.nodes import planned_hardware, seat_lines
+from keel.trainer.placement.hardware import place
+from keel.trainer.placement.nodes import planned_hardware
 from keel.trainer.placement.step_time import token_flops
 from keel.trainer.prepare import SftTask, Task, prepare, prepare_pretraining, prepare_sft
 from keel.trainer.run.folder import RunFolder
@@ -278,7 +279,8 @@ def check(recipe: str, overrides: Sequence[str]) -> int:
         if len(tasks) > 1:
             command = task.command if isinstance(task, SftTask) else "train"
             print(f"{chr(10) if i else ''}keel {command}")
-        print(task.text(seats=seat_lines(task.config, task.hardware) if task.gpu else ()))
+        seats = list(place(task.config, task.hardware.idle).lines()) if task.gpu else ()
+        print(task.text(seats=seats))
     warnings = _check_writable(tasks[0])
     folder = _run_folder(tasks)
     if status := folder.status():

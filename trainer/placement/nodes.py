@@ -71,6 +71,7 @@ _RAY_SETTINGS = {
 }
 _GRANT_S = 5.0  # plan again if Ray has not granted a group by then: the GPUs may be taken
 _POLL_S = 0.5
+_DOWNLOAD_S = 24 * 3600.0
 
 
 def start_ray() -> None:
@@ -275,16 +276,6 @@ def planned_hardware(config: Config) -> Hardware:
     )
 
 
-def seat_lines(config: Config, hardware: Hardware) -> list[str]:
-    """Return lines showing where each actor is placed. Raises ConfigError if the actors don't
-    fit."""
-    idle = list(place(config, hardware.idle).lines())
-    try:
-        return list(place(config, hardware.nodes).lines())
-    except ConfigError as error:
-        return [f"once it is idle; now {error}", *idle]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
     """A placement and the Ray placement groups that reserve its GPUs."""
@@ -389,29 +380,25 @@ def download_on_nodes(path: str, *, nodes: Collection[str] = ()) -> None:
         for node in alive
         if node["Alive"] and node["NodeID"] != here and (not nodes or node["NodeID"] in nodes)
     }
-    actors, pending = list[Any](), dict[Any, str]()
+    actors = list[Any]()
     try:
-        for node, host in hosts.items():
+        for node in hosts:
             strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
             options = {"num_cpus": 0, "scheduling_strategy": strategy}
             actors.append(ray_timeouts.create(_Downloader, "download", options))
-            pending[ray_timeouts.call(actors[-1].fetch, path)] = host
-        with waiting(f"downloading {path} on {len(hosts)} other node(s)") as wait:
-            while pending:
-                wait.note = ", ".join(pending.values())
-                done, _ = ray_timeouts.wait([*pending], seconds=_POLL_S)
-                for request in done:
-                    host = pending.pop(request)
-                    try:
-                        ray_timeouts.get(request, seconds=CALL_S)
-                    except (RayError, TimeoutError) as error:
-                        reason = ray_timeouts.cause(error)
-                        kind = ConfigError if isinstance(reason, ConfigError) else RuntimeError
-                        raise kind(
-                            f"node {host} did not finish its download of {path} ({reason}). Check "
-                            "the node, or put the model on shared storage (HF_HOME, or model.path: "
-                            "a folder there)"
-                        ) from error
+        downloads = [ray_timeouts.call(actor.fetch, path) for actor in actors]
+        with waiting(f"downloading {path} on {len(hosts)} other node(s)"):
+            for host, finished in zip(hosts.values(), downloads, strict=True):
+                try:
+                    ray_timeouts.get(finished, seconds=_DOWNLOAD_S)
+                except (RayError, TimeoutError) as error:
+                    reason = ray_timeouts.cause(error)
+                    kind = ConfigError if isinstance(reason, ConfigError) else RuntimeError
+                    raise kind(
+                        f"node {host} did not finish its download of {path} ({reason}). Check the "
+                        "node, or put the model on shared storage (HF_HOME, or model.path: a "
+                        "folder there)"
+                    ) from error
     finally:
         for actor in actors:
             ray_timeouts.kill(actor)

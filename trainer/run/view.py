@@ -16,34 +16,23 @@ from rich.text import Text
 from keel.trainer.run.progress import DISPLAY, Wait, format_duration
 from keel.trainer.run.signals import keep_writable, print_line
 
-_SHOWN = (
-    ("reward", "reward/mean", "{:.3f}"),
-    ("loss", "nll", "{:.4f} nats"),
-    ("epochs", "sft/epochs", "{:.2f}"),
-    ("KL to reference", "kl/ref", "{:.2e}"),
-    ("mismatch |Δ log p|", "mismatch/logp_abs", "{:.1e}"),
-    ("largest ratio", "mismatch/ratio_max", "{:.3f}"),
-    ("sampling mask", "sampling/kept_mean", "{:.1f} ids"),
-    ("routing overlap", "routing/overlap", "{:.4f}"),
-    ("sequences masked", "mask/sequence_fraction", "{:.2%}"),
-    ("steps behind", "staleness/mean", "{:.2f}"),
-    ("entropy", "entropy/kept", "{:.3f}"),
-    ("gradient norm", "grad_norm", "{:.3f}"),
-    ("completion length", "length/mean", "{:.1f}"),
-    ("tokens per second", "throughput/tokens_per_second", "{:,.0f}"),
+_METRICS = (
+    ("reward/mean", "reward", "{:.3f}", "reward {:.3f}"),
+    ("nll", "loss", "{:.4f} nats", "loss {:.4f}"),
+    ("sft/epochs", "epochs", "{:.2f}", "epochs {:.2f}"),
+    ("kl/ref", "KL to reference", "{:.2e}", "KL {:.1e}"),
+    ("mismatch/logp_abs", "mismatch |Δ log p|", "{:.1e}", "mismatch {:.0e}"),
+    ("mismatch/ratio_max", "largest ratio", "{:.3f}", ""),
+    ("sampling/kept_mean", "sampling mask", "{:.1f} ids", ""),
+    ("routing/overlap", "routing overlap", "{:.4f}", ""),
+    ("mask/sequence_fraction", "sequences masked", "{:.2%}", ""),
+    ("staleness/mean", "steps behind", "{:.2f}", ""),
+    ("entropy/kept", "entropy", "{:.3f}", ""),
+    ("grad_norm", "gradient norm", "{:.3f}", "grad {:.2f}"),
+    ("length/mean", "completion length", "{:.1f}", "length {:.0f}"),
+    ("throughput/tokens_per_second", "tokens per second", "{:,.0f}", "tokens/s {:,.0f}"),
 )
-"""The metrics in the panel, each with its label, name and format."""
-_LINE = (
-    ("reward", "reward/mean", "{:.3f}"),
-    ("loss", "nll", "{:.4f}"),
-    ("epochs", "sft/epochs", "{:.2f}"),
-    ("KL", "kl/ref", "{:.1e}"),
-    ("mismatch", "mismatch/logp_abs", "{:.0e}"),
-    ("grad", "grad_norm", "{:.2f}"),
-    ("length", "length/mean", "{:.0f}"),
-    ("tokens/s", "throughput/tokens_per_second", "{:,.0f}"),
-)
-"""The metrics in a plain line of about 120 characters, each with its label, name and format."""
+"""The metrics to show, each with its label and format in the panel and its text in a plain line."""
 _TIMES = (("sampling", "rollout"), ("reward", "reward"), ("training", "train"), ("weights", "sync"))
 _BARS = "▁▂▃▄▅▆▇█"
 _ECHO = 4  # the number of columns that two echoed `^C` take up
@@ -69,7 +58,7 @@ class View:
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
         line = [f"step {step}/{self._steps}", *_list_problems(numbers)]
         line += [f"{name} {value:.3f}" for name, value in _held_out(numbers).items()]
-        line += [f"{label} {f.format(numbers[key])}" for label, key, f in _LINE if key in numbers]
+        line += [text.format(numbers[key]) for key, *_, text in _METRICS if text and key in numbers]
         line += [f"{numbers['time/step']:.1f} s"] if "time/step" in numbers else []
         line += [left] if (left := self._time_left(step)) else []
         self.say("  ".join(line))
@@ -147,7 +136,7 @@ class _LiveView(View):
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
         table.add_column(justify="right")
-        for label, key, form in _SHOWN:
+        for key, label, form, _ in _METRICS:
             if key in self._numbers:
                 table.add_row(label, form.format(self._numbers[key]))
         for trouble in _list_problems(self._numbers):

@@ -42,7 +42,6 @@ from keel.trainer.placement.nodes import (
     detect_hardware,
     planned_hardware,
     reserve_gpus,
-    seat_lines,
     start_ray,
     with_missing_nodes,
 )
@@ -218,7 +217,8 @@ def test_plan_includes_missing_nodes_of_elastic_runs(monkeypatch: pytest.MonkeyP
     here_now = detect_hardware(whole)
     detected = with_missing_nodes(here_now, whole)
     assert detected.missing and "1 of these nodes absent" in str(detected)
-    assert seat_lines(whole, detected)[1] == "missing node 0: engines 0–3 on GPUs 0–3"
+    lines = list(place(whole, detected.idle).lines())
+    assert lines[1] == "missing node 0: engines 0–3 on GPUs 0–3"
     one_node = replace(whole, run=RunConfig(device="gpu", gpus_per_node=4))
     others = [replace(whole, trainer=TrainerConfig(ranks=4, min_ranks=m)) for m in (0, 4)]
     enough = replace(whole, rollout=RolloutConfig(engines=4, colocated=True))
