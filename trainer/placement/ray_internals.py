@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import psutil
 
@@ -77,27 +78,14 @@ def kill_own_processes_on_shutdown() -> Iterator[None]:
 
 
 @contextmanager
-def _replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
-    before = {name: getattr(owner, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
-@contextmanager
 def listen_on_loopback() -> Iterator[None]:
     """Make new clusters listen only on the loopback interface."""
     variable = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-    before = os.environ.pop(variable, None)
+    before = os.environ.get(variable)
     os.environ[variable] = "0"  # for subprocesses
+    constants = import_module("ray._private.ray_constants")
     try:
-        with _replace_attributes(
-            import_module("ray._private.ray_constants"), ENABLE_RAY_CLUSTER=False
-        ):
+        with patch.object(constants, "ENABLE_RAY_CLUSTER", False):
             yield
     finally:
         del os.environ[variable]
@@ -118,8 +106,8 @@ def skip_unused_processes() -> Iterator[None]:
 
     nothing = dict.fromkeys(_UNUSED, lambda *_, **__: None)
     with (
-        _replace_attributes(node, **nothing),
-        _replace_attributes(services, start_ray_process=start_light),
+        patch.multiple(node, **nothing),
+        patch.object(services, "start_ray_process", start_light),
     ):
         yield
 

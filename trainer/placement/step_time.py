@@ -113,13 +113,8 @@ class StepTime:
     driver: float  # time for dispatch, rule-based scoring, packing and metrics
     turns: float
     """Time to put engines to sleep, wake them up and offload tensors, if GPUs are time-shared."""
-    machine: str
-    sequences: int  # number of completions that an engine samples at once
-    decode_step: float
-    host_bound: bool  # True if decoding is limited by the engine's host
     launch: float  # time that the trainer's host needs to launch the kernels counted in `compute`
-    idle_trainer: bool
-    """True if micro-batches are so small that the trainer's GPU waits for the host."""
+    machine: str
 
     @property
     def rollout(self) -> float:
@@ -134,15 +129,14 @@ class StepTime:
         return self.rollout + self.training + self.weights + self.driver + self.turns
 
     def lines(self) -> list[str]:
-        bound = "its host" if self.host_bound else "its GPU"
-        waits = "; bound by its host: raise trainer.micro_batch_tokens" * self.idle_trainer
+        idle = self.launch >= self.compute
+        waits = "; bound by its host: raise trainer.micro_batch_tokens" * idle
         turns = f"; time-sharing {seconds(self.turns)}" * (self.turns > 0)
         return [
             f"ESTIMATE, not measured, for {self.machine} and completions of full length: "
             f"{seconds(self.total)} per step",
-            f"rollout {seconds(self.rollout)} (decoding {seconds(self.decode)}: an engine of "
-            f"{self.sequences} sequences steps in {1e3 * self.decode_step:.1f} ms, bound by "
-            f"{bound}; prefill {seconds(self.prefill)})",
+            f"rollout {seconds(self.rollout)} (decoding {seconds(self.decode)}, prefill "
+            f"{seconds(self.prefill)})",
             f"training {seconds(self.training)} (compute {seconds(self.compute)}, traffic between "
             f"ranks {seconds(self.traffic)}{waits}); weights to the engines "
             f"{seconds(self.weights)}; driver and rule-based rewards {seconds(self.driver)}{turns}",
@@ -175,13 +169,12 @@ def step_time(
     waves, last = divmod(-(-completions // rollout.engines), at_once)
     slower = rates.invariant_step if config.model.batch_invariant else 1.0
 
-    def bounds(rows: int) -> tuple[float, float]:
-        on_gpu = _decode_device_seconds(config, facts, rows, spec, rates)
-        on_gpu += _all_reduce_seconds(config, facts, rows, 1, spec, rates)
-        return slower * rates.host_seconds(config, facts, rows), slower * on_gpu
+    def step_seconds(rows: int) -> float:
+        device = _decode_device_seconds(config, facts, rows, spec, rates)
+        device += _all_reduce_seconds(config, facts, rows, 1, spec, rates)
+        return slower * max(rates.host_seconds(config, facts, rows), device)
 
-    host, device = bounds(at_once)
-    steps = waves * max(host, device) + (max(bounds(last)) if last else 0.0)
+    steps = waves * step_seconds(at_once) + (step_seconds(last) if last else 0.0)
     prefilled = algorithm.prompts_per_step * config.data.max_prompt_tokens
     if not rollout.enable_prefix_caching:
         prefilled *= algorithm.group_size
@@ -209,12 +202,8 @@ def step_time(
         + algorithm.prompts_per_step * rates.group_s
         + completions * rates.completion_s,
         turns=turns if woken else 0.0,
-        machine=spec.name,
-        sequences=at_once,
-        decode_step=max(host, device),
-        host_bound=host >= device,
         launch=launch,
-        idle_trainer=launch > compute,
+        machine=spec.name,
     )
 
 
