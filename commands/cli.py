@@ -258,7 +258,7 @@ def _run_light(arguments: argparse.Namespace) -> int:
     name, run = _LIGHT[arguments.command]
     try:
         result = run(import_module(f"keel.{name}"), arguments)
-    except (ConfigError, RuntimeError) as error:
+    except (ConfigError, RuntimeError, OSError) as error:
         print(f"keel {arguments.command}: {error}", file=sys.stderr)
         return REFUSED if isinstance(error, ConfigError) else 1
     if not isinstance(result, str):

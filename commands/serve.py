@@ -90,13 +90,9 @@ def _parse_options(words: Sequence[str]) -> dict[str, Any]:
         if name in _FIXED:
             raise ConfigError(f"{word}: is set by the folder, --host and --port; leave it out")
         try:
-            options[name] = value = yaml.safe_load(text)
+            options[name] = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"{word}: is not YAML ({error})") from error
-        if name in _SAMPLING and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ConfigError(f"{word}: must be a number")
-        if name == "thinking" and not isinstance(value, bool):
-            raise ConfigError(f"{word}: must be true or false")
     return options
 
 

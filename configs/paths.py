@@ -78,7 +78,6 @@ _FOOTER = (
     "keel recipes NAME prints one. Base your own on it with `defaults: NAME`. Estimates are for "
     "H200s, by keel check."
 )
-_NO_RECIPES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".py", ".ipynb", ".safetensors")
 
 
 def shipped_recipes(folder: str = "") -> dict[str, Path]:
@@ -114,8 +113,6 @@ def read_recipe(path: Path, folder: str) -> str:
     if not path.is_file():
         problem = "is a folder; name a YAML file" if path.is_dir() else "no such file"
         raise ConfigError(f"{path}: {problem}{_hint(path, folder)}")
-    if path.suffix in _NO_RECIPES:
-        raise ConfigError(f"{path}: is not a recipe. Name a YAML file (`keel new` writes one)")
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -123,13 +120,11 @@ def read_recipe(path: Path, folder: str) -> str:
 
 
 def _hint(path: Path, folder: str) -> str:
-    recipes = sorted(file.name for file in path.parent.glob("*.y*ml"))
-    near = difflib.get_close_matches(path.name, recipes, n=3, cutoff=0.6)
-    if path.name == str(path) and not path.is_dir() and not near:
-        near = difflib.get_close_matches(path.stem, shipped_recipes(folder), n=1, cutoff=0.75)
-        if not near:
-            return "; keel recipes lists those that come with Keel"
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+    here = [file.name for file in path.parent.glob("*.y*ml")]
+    near = difflib.get_close_matches(path.name, [*here, *shipped_recipes(folder)], n=1)
+    if near:
+        return f"; did you mean {near[0]}?"
+    return "; keel recipes lists those that come with Keel"
 
 
 def list_recipes(name: str = "") -> str:

@@ -25,17 +25,16 @@ class WorkFolder:
         self.path, self._label, self._work = path, f"{knob} = {path}", work
 
     def __enter__(self) -> Self:
-        self._stack = ExitStack()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = self._stack.enter_context((self.path / ".lock").open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._stack.close()
-            raise self.error(f"another {self._work} is running. Choose another folder") from error
-        except OSError as error:
-            self._stack.close()
-            raise self.error(f"cannot be written ({error.strerror})") from error
+        with ExitStack() as stack:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context((self.path / ".lock").open("w"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                running = isinstance(error, BlockingIOError)
+                why = f"another {self._work} is running" if running else error.strerror
+                raise self.error(f"{why}. Choose another folder") from error
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -66,20 +65,13 @@ class WorkFolder:
         self.write(_SETTINGS, json.dumps(settings, indent=1) + "\n")
 
     def write(self, name: str, text: str) -> None:
-        try:
-            write_whole(self.path / name, text)
-        except OSError as error:
-            raise self.error(f"{name} cannot be written ({error.strerror})") from error
+        write_whole(self.path / name, text)
 
     def lines(self, name: str) -> _JsonLines:
-        """Open a JSON Lines file for appending, after removing any incomplete last line. Raises
-        ConfigError if the file can't be opened."""
-        try:
-            file = self._stack.enter_context((self.path / name).open("a+b"))
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
-        except OSError as error:
-            raise self.error(f"{name} cannot be written ({error.strerror})") from error
+        """Open a JSON Lines file for appending, after removing any incomplete last line."""
+        file = self._stack.enter_context((self.path / name).open("a+b"))
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
         return _JsonLines(file)
 
 
