@@ -3,14 +3,14 @@ describes the sources for the user."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
-from keel.data.items import Item, Loaded, digest, first_lines
+from keel.data.items import Item, Loaded, digest, first_lines, make_prompt
 from keel.data.jsonl import load_jsonl
-from keel.data.procedural import load_episodes, load_reasoning_gym
+from keel.data.procedural import load_reasoning_gym
 from keel.data.stream import Stream
-from keel.rl.types import Prompt
+from keel.rl.types import ENVIRONMENT, Prompt
 
 _CheckReward = Callable[[Mapping[str, Any]], None]
 _CountTokens = Callable[[Prompt], int]
@@ -21,8 +21,7 @@ class _SourceReport:
     train: int
     heldout: int
     dropped: Mapping[str, int]  # number of dropped prompts for each reason
-    notes: tuple[str, ...]
-    """One line per malformed row."""
+    skipped: tuple[str, ...]  # reason for skipping each malformed row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +35,11 @@ class Dataset:
     report: Mapping[str, _SourceReport]
 
 
-@dataclass(slots=True)
-class _Split:
+class _Split(NamedTuple):
     loaded: Loaded
     heldout: list[Item]
     train: list[Item]
     dropped: dict[str, int]
-    notes: list[str]
 
 
 def load_dataset(
@@ -64,7 +61,7 @@ def load_dataset(
         if source.source == "reasoning_gym":
             return load_reasoning_gym(source, seed=seed)
         if source.source == "environment":
-            return load_episodes(source)
+            return _episodes(source)
         return load_jsonl(source, check_reward)
 
     splits = {s.name: _split(load(s), s, config, seed, count_tokens) for s in config.sources}
@@ -90,7 +87,7 @@ def load_dataset(
             train=len(prompts) if trains else 0,
             heldout=len(split.heldout),
             dropped=split.dropped,
-            notes=tuple(split.notes),
+            skipped=split.loaded.skipped,
         )
 
     def content(prompt: Prompt) -> str:
@@ -107,6 +104,17 @@ def load_dataset(
         reserved=reserved,
         report=report,
     )
+
+
+def _episodes(source: SourceConfig) -> Loaded:
+    """Create placeholder prompts for the tasks of an environment that starts its own
+    conversations."""
+    items: list[Item] = []
+    for index in range(source.size):
+        message = {"role": "user", "content": f"(task {source.name}/{index})"}
+        prompt = make_prompt(source, index, [message], {"kind": ENVIRONMENT})
+        items.append(Item(prompt=prompt, origin=prompt.prompt_id))
+    return Loaded(items=tuple(items))
 
 
 def _split(
@@ -130,12 +138,10 @@ def _split(
     holdout = len(short) if source.holdout == "all" else source.holdout
     remaining = len(short) - holdout
     if holdout and (remaining < 0 or (config.weight_of(source) > 0 and remaining == 0)):
-        none = "" if remaining else ", so none is left to train on (evaluate with holdout: all)"
         raise ConfigError(
             f"data.sources[{source.name}].holdout = {source.holdout}: there are only {len(short)} "
-            f"distinct questions among {len(loaded.items)} prompts, without the {long} that exceed "
-            f"data.max_prompt_tokens = {config.max_prompt_tokens}{none}. Lower the holdout, or "
-            "make the source larger or more varied"
+            f"distinct questions, without the {long} that exceed data.max_prompt_tokens = "
+            f"{config.max_prompt_tokens}. Lower it, or set holdout: all to only evaluate"
         )
     questions = [item.question for item in short]
     # Generated items are independent, so the first ones are held out; they stay the same if the
@@ -152,7 +158,6 @@ def _split(
             "duplicate": len(loaded.items) - len(by_question),
             "too long": long,
         },
-        notes=[f"skipped: {line}" for line in loaded.skipped],
     )
 
 
@@ -190,7 +195,7 @@ def source_lines(config: Config, dataset: Dataset) -> list[str]:
             + f", teacher {source.teacher}" * bool(source.teacher)
             + "".join(f", {name} {value:g}" for name, value in budget.items())
         )
-        lines += [f"  {note}" for note in first_lines(report.notes)]
+        lines += [f"  skipped: {line}" for line in first_lines(report.skipped)]
     return lines
 
 

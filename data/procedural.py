@@ -1,8 +1,7 @@
-"""Generate prompts: reasoning_gym tasks with their verifiers, and environment episodes."""
+"""Generate prompts and their verifiers from tasks of reasoning_gym."""
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import fields
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, cast
@@ -11,7 +10,6 @@ import numpy as np
 
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.items import Item, Loaded, add_source_system, digest, make_prompt
-from keel.rl.types import ENVIRONMENT
 
 _REFUSED_TASKS = {
     "coin_flip": "its verifier accepts a prefix of the right number, such as 0 for 0.1",
@@ -22,16 +20,6 @@ _REFUSED_TASKS = {
 """Tasks that Keel refuses because their verifiers can be exploited (reasoning_gym 0.1.25).
 `composite` is refused because its parts are better configured as separate sources.
 `tests/rewards/rules/test_reasoning_gym.py` tries nonsense answers on all remaining tasks."""
-
-_GENERATOR_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 _CACHE: dict[str, Any] = {}
 """Task datasets that have already been built. Building one can require filtering a hundred thousand
@@ -65,13 +53,6 @@ def build_task(task: str, params: Mapping[str, Any], size: int, seed: int, knob:
             f"{', '.join(near)}?"
         )
     dataset_type, config_type = tasks[task]
-    options = [field.name for field in fields(config_type) if field.name != "size"]
-    for name in params:
-        if name not in options:
-            raise ConfigError(
-                f"{knob}.params.{name}: the task has no such option; use {', '.join(options)} "
-                f"(and {knob}.size)"
-            )
     try:
         config = config_type(size=size, **{"seed": seed, **params})
         if hasattr(config, "validate"):
@@ -79,8 +60,8 @@ def build_task(task: str, params: Mapping[str, Any], size: int, seed: int, knob:
         key = f"{dataset_type.__name__}: {config!r}"
         if key not in _CACHE:
             _CACHE[key] = dataset_type(config=config)
-    except _GENERATOR_ERRORS as error:
-        raise ConfigError(f"{knob}.params = {dict(params)}: {_describe(error)}") from error
+    except Exception as error:  # of a generator
+        raise ConfigError(f"{knob}.params = {dict(params)}: {error!r}") from error
     return _CACHE[key]
 
 
@@ -91,48 +72,29 @@ def _item(source: SourceConfig, dataset: Any, index: int) -> Item:
         reward: dict[str, Any] = {
             "kind": "reasoning_gym",
             "task": source.task,
-            "params": _to_jsonable(dict(source.params), "params"),
+            "params": _to_jsonable(dict(source.params)),
             "entry": {
                 "question": str(entry["question"]),
                 "answer": None if entry["answer"] is None else str(entry["answer"]),
-                "metadata": _to_jsonable(entry["metadata"], "metadata"),
+                "metadata": _to_jsonable(entry["metadata"]),
             },
         }
-    except _GENERATOR_ERRORS as error:
+    except Exception as error:  # of a generator
         raise ConfigError(
-            f"data.sources[{source.name}]: {origin} cannot be generated: {_describe(error)}"
+            f"data.sources[{source.name}]: {origin} cannot be generated: {error!r}"
         ) from error
     question = [{"role": "user", "content": reward["entry"]["question"]}]
     messages = add_source_system(source, question)
     return Item(prompt=make_prompt(source, index, messages, reward), origin=origin)
 
 
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def load_episodes(source: SourceConfig) -> Loaded:
-    """Create placeholder prompts for tasks 0 to size − 1 of an environment that starts its own
-    conversations. `keel.agents.probe` rejects other environments."""
-    items: list[Item] = []
-    for index in range(source.size):
-        message = {"role": "user", "content": f"(task {source.name}/{index})"}
-        prompt = make_prompt(source, index, [message], {"kind": ENVIRONMENT})
-        items.append(Item(prompt=prompt, origin=prompt.prompt_id))
-    return Loaded(items=tuple(items))
-
-
-def _to_jsonable(value: Any, path: str = "value") -> Any:
+def _to_jsonable(value: Any) -> Any:
     """Encode a Python value as JSON without losing its types, because verifiers distinguish `(1,)`
     from `[1]` and `{1: …}` from `{"1": …}`.
 
     Such values become `{"~tuple": […]}` and so on, and `keel.rewards.code.call_driver` decodes
-    them. Raises TypeError with the path of any unsupported value.
+    them. Raises TypeError for any other type.
     """
-
-    def each(items: Any) -> list[Any]:
-        return [_to_jsonable(item, f"{path}[{index}]") for index, item in enumerate(items)]
-
     if isinstance(value, np.generic):
         value = cast(Any, value).item()
     if value is None or isinstance(value, (bool, int, float)):
@@ -140,18 +102,16 @@ def _to_jsonable(value: Any, path: str = "value") -> Any:
     if isinstance(value, str):
         return str(value)
     if isinstance(value, list):
-        return each(value)
+        return [_to_jsonable(item) for item in cast(list[Any], value)]
     if isinstance(value, tuple):
-        return {"~tuple": each(value)}
+        return {"~tuple": [_to_jsonable(item) for item in cast(tuple[Any, ...], value)]}
     if isinstance(value, (set, frozenset)):
-        return {"~set": each(sorted(cast(set[Any], value), key=repr))}
+        return {"~set": [_to_jsonable(item) for item in sorted(cast(set[Any], value), key=repr)]}
     if isinstance(value, (Decimal, Fraction)):
         return {f"~{type(value).__name__.lower()}": str(value)}
     if isinstance(value, Mapping):
         pairs = list(cast(Mapping[Any, Any], value).items())
         if all(isinstance(key, str) and not key.startswith("~") for key, _ in pairs):
-            return {str(key): _to_jsonable(item, f"{path}.{key}") for key, item in pairs}
-        return {
-            "~dict": [[_to_jsonable(k, path), _to_jsonable(v, f"{path}[{k!r}]")] for k, v in pairs]
-        }
-    raise TypeError(f"{path} holds a {type(value).__name__}, which cannot be encoded")
+            return {str(key): _to_jsonable(item) for key, item in pairs}
+        return {"~dict": [[_to_jsonable(key), _to_jsonable(item)] for key, item in pairs]}
+    raise TypeError(f"a {type(value).__name__} cannot be encoded")

@@ -72,7 +72,7 @@ def test_files_are_split_by_the_seed(tmp_path: Path) -> None:
     assert held(dataset) == held(load(source))
     assert held(dataset) != held(load(source, seed=1))
     report = dataset.report["sums"]
-    assert report.train == 24 and report.notes[0].startswith(f"skipped: {path}:32: ")
+    assert report.train == 24 and report.skipped[0].startswith(f"{path}:32: ")
     assert (report.dropped["malformed"], report.dropped["duplicate"]) == (1, 1)
 
 

@@ -145,8 +145,8 @@ def test_values_beyond_json_survive_encoding() -> None:
     value = {"t": (1, ("a",)), "s": {1, 2}, "d": {1: "x", (1, 2): [None]}, "~odd": 1.5, "n": {}}
     value |= {"e": Decimal("0.10"), "f": Fraction(1, 3)}
     assert from_jsonable(json.loads(json.dumps(_to_jsonable(value)))) == value
-    with pytest.raises(TypeError, match=r"metadata.a\[0\]"):
-        _to_jsonable({"a": [object()]}, "metadata")
+    with pytest.raises(TypeError, match="object"):
+        _to_jsonable({"a": [object()]})
 
 
 @pytest.mark.parametrize("letters", range(3, 26))
