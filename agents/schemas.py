@@ -9,14 +9,11 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any, cast
 
-import regex
-
 from keel.rl.turns import ToolCall, ToolSpec
 
 _MAX_CHARACTERS = 300
 """Maximum length of an error message, because it may quote the policy's text."""
 _MAX_COMPLAINTS = 3
-_MATCH_S = 0.1
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -52,8 +49,6 @@ class ArgumentValidator:
             errors = list(islice(every, _MAX_COMPLAINTS))
         except RecursionError:
             return f"{call.name}: its arguments are nested too deeply"
-        except TimeoutError:
-            return f"{call.name}: a text in its arguments takes too long to match with its pattern"
         except ArithmeticError:  # `multipleOf` of an integer that no float holds
             return f"{call.name}: a number in its arguments is too large"
         messages = [
@@ -76,12 +71,7 @@ def _arguments_of(text: str) -> ArgumentValidator:
 
 def _validator(parameters: Any) -> Any:
     # Importing takes a fifth of a second, which runs without tools save.
-    from jsonschema import (  # noqa: PLC0415
-        Draft202012Validator,
-        FormatChecker,
-        SchemaError,
-        validators,
-    )
+    from jsonschema import Draft202012Validator, SchemaError, validators  # noqa: PLC0415
     from jsonschema.validators import validator_for  # noqa: PLC0415
     from referencing import Registry, Resource  # noqa: PLC0415
     from referencing.exceptions import Unresolvable  # noqa: PLC0415
@@ -90,18 +80,9 @@ def _validator(parameters: Any) -> Any:
     if not isinstance(parameters, Mapping) or cast(Any, parameters).get("type") != "object":
         raise ValueError("must have type: object, with the arguments as its properties")
     schema = dict(cast(Mapping[str, Any], parameters))
-    if not isinstance(schema.get("$schema", ""), str):
-        raise ValueError("has a $schema that is not a string")
     kind: Any = validator_for(schema, default=Draft202012Validator)
-    formats = FormatChecker(())
-    formats.checkers = dict(kind.FORMAT_CHECKER.checkers)
-
-    def compiles(pattern: Any) -> bool:  # with the engine that will match it
-        return not isinstance(pattern, str) or bool(regex.compile(pattern))
-
-    formats.checks("regex", raises=regex.error)(compiles)
     try:
-        kind.check_schema(schema, format_checker=formats)
+        kind.check_schema(schema, format_checker=None)
     except SchemaError as error:
         message = error.message[:_MAX_CHARACTERS]
         raise ValueError(f"is not a JSON schema: {message} (at {error.json_path})") from error
@@ -117,72 +98,28 @@ def _validator(parameters: Any) -> Any:
     return cast(Any, validators).extend(kind, _KEYWORDS)(schema, registry=registry)
 
 
-def _unique(_: Any, enabled: Any, items: Any, __: Any) -> Iterator[Any]:
-    if enabled is True and isinstance(items, list):
-        values = cast(list[Any], items)
-        if len({_hashable(item) for item in values}) < len(values):
-            yield _error(f"has an item that is there twice: {values}"[:_MAX_CHARACTERS])
-
-
-def _hashable(value: Any) -> Any:
-    """Convert a JSON value to a hashable key. Equal values such as 1 and 1.0 map to the same
-    key."""
-    if isinstance(value, dict):
-        pairs = cast(dict[str, Any], value).items()
-        return frozenset((key, _hashable(item)) for key, item in pairs)
-    if isinstance(value, list):
-        return tuple(map(_hashable, cast(list[Any], value)))
-    return (bool, value) if isinstance(value, bool) else value
-
-
-def _pattern(_: Any, pattern: str, text: Any, __: Any) -> Iterator[Any]:
-    if isinstance(text, str) and not _matches(pattern, text):
-        yield _error(f"{text[:_MAX_CHARACTERS]!r} does not match {pattern!r}")
-
-
-def _pattern_properties(
-    validator: Any, patterns: Mapping[str, Any], value: Any, _: Any
-) -> Iterator[Any]:
-    if isinstance(value, dict):
-        for pattern, schema in patterns.items():
-            for key, item in cast(dict[str, Any], value).items():
-                if _matches(pattern, key):
-                    yield from validator.descend(item, schema, path=key, schema_path=pattern)
-
-
 def _additional_properties(
     validator: Any, allowed: Any, value: Any, schema: Mapping[str, Any]
 ) -> Iterator[Any]:
-    if not isinstance(value, dict):
-        return
-    named, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
-    for key, item in cast(dict[str, Any], value).items():
-        if key in named or any(_matches(pattern, key) for pattern in patterns):
-            continue
-        if isinstance(allowed, Mapping):
-            yield from validator.descend(item, allowed, path=key)
-        elif allowed is False:
-            yield _error(f"Additional properties are not allowed ({key!r} was unexpected)")
+    from jsonschema import Draft202012Validator  # noqa: PLC0415
+
+    if "patternProperties" not in schema:
+        check: Any = Draft202012Validator.VALIDATORS["additionalProperties"]
+        yield from check(validator, allowed, value, schema)
 
 
-def _matches(pattern: str, text: str) -> bool:
-    return regex.search(pattern, text, timeout=_MATCH_S) is not None
-
-
-def _error(message: str) -> Exception:
-    from jsonschema import ValidationError  # noqa: PLC0415
-
-    return ValidationError(message)
+def _unchecked(*_: Any) -> Iterator[Any]:
+    return iter(())
 
 
 _KEYWORDS = {
     "additionalProperties": _additional_properties,
-    "pattern": _pattern,
-    "patternProperties": _pattern_properties,
-    "uniqueItems": _unique,
+    "pattern": _unchecked,
+    "patternProperties": _unchecked,
+    "uniqueItems": _unchecked,
 }
-"""Replacements for keyword checks that a policy could make slow enough to delay all other
-episodes."""
+"""Replacements for keywords. A policy could make patterns and `uniqueItems` slow enough to delay
+all other episodes, so checking them is left to the environment."""
 
 
 def _references(value: Any) -> Iterator[str]:

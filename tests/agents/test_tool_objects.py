@@ -190,49 +190,19 @@ def complaint(schema: dict[str, Any], arguments: dict[str, Any]) -> str:
     )
 
 
-def check(schema: dict[str, Any], value: Any) -> str:
-    return complaint({"properties": {"a": schema}}, {"a": value})
-
-
-def test_unique_items_take_linear_time() -> None:
-    unique = {"uniqueItems": True}
-    many = [{"x": [i]} for i in range(10_000)]
-    assert check(unique, many) == ""
-    assert check(unique, [*many, {"x": [7.0]}])
-    assert check(unique, [1, True, "1", None, [1], [True], {}, {"1": 1}, 0, False]) == ""
-    assert check(unique, [{"b": 1, "a": [2]}, {"a": [2.0], "b": 1}]) and check(unique, [None, None])
-    assert check({"uniqueItems": False}, [1, 1]) == check(unique, "aa") == ""
-
-
-def test_slow_pattern_times_out() -> None:
+def test_slow_keywords_are_left_to_the_environment() -> None:
     slow, text = "^(a|aa)+$", "a" * 80 + "!"  # exponential backtracking
-    began = time.thread_time()
-    assert "too long" in complaint({"properties": {"a": {"pattern": slow}}}, {"a": text})
-    assert "too long" in complaint({"patternProperties": {slow: {}}}, {text: 1})
-    assert time.thread_time() - began < 5
-
-
-def test_replaced_keywords_keep_their_meaning() -> None:
-    assert check({"pattern": "^a+$"}, "aaa") == check({"pattern": "a"}, 3) == ""
-    assert check({"pattern": "b"}, "ab") == ""
-    assert "$.a" in check({"pattern": "^a$"}, "b")
-    known = {
-        "properties": {"a": {}},
-        "patternProperties": {"^x": {"type": "integer"}},
+    schema = {
+        "properties": {"a": {"pattern": slow, "uniqueItems": True}},
+        "patternProperties": {slow: {}},
         "additionalProperties": False,
     }
-    assert complaint(known, {"a": 1, "x1": 2, "x2": 3}) == ""
-    message = complaint(known, {"a": 1, "x1": "2", "z": 3})
-    assert "x1" in message and "'z'" in message
+    began = time.thread_time()
+    many = [{"x": [i]} for i in range(10_000)]
+    assert complaint(schema, {"a": text, text: 1}) == complaint(schema, {"a": many}) == ""
+    assert time.thread_time() - began < 5
     assert complaint({"additionalProperties": {"type": "integer"}}, {"z": "2"})
     assert complaint({"additionalProperties": True}, {"z": "2"}) == ""
-
-
-def test_pattern_dialect_is_the_matching_engines() -> None:
-    letters = {"pattern": r"^\p{L}+$"}  # valid in JSON schema's dialect, not in `re`
-    assert check(letters, "Größe") == "" and check(letters, "a1")
-    with pytest.raises(ValueError, match="tool f"):
-        check({"pattern": r"\p{None}"}, "a")
 
 
 GUIDE = Path(__file__).parents[2] / "docs" / "environments.md"
