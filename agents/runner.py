@@ -88,8 +88,7 @@ class EpisodeRunner:
         self._thread.start()
         if has_programs:
             try:
-                endpoint = Endpoint(most=_connection_limit(len(PURPOSES) * most_open))
-                start = asyncio.run_coroutine_threadsafe(endpoint.__aenter__(), self._loop)
+                start = asyncio.run_coroutine_threadsafe(Endpoint().__aenter__(), self._loop)
                 self._endpoint = start.result(_CLOSE_S)
             except BaseException:
                 self.close()
@@ -230,17 +229,16 @@ class EpisodeRunner:
 
 _FILES_PER_EPISODE = 3
 """File descriptors per open episode: its channel, its standard error and its pidfd."""
-_FILES_PER_DRIVEN_EPISODE = 8
-"""File descriptors per episode that is driven by a program, including its connections."""
-_SPARE_CONNECTIONS = 256
+_FILES_PER_DRIVEN_EPISODE = 11
+"""The same with an agent program, which has a process and connections of its own."""
 _SPARE_FILES = 512
 
 
 def raise_file_limit(episodes: int, *, programs: bool = False) -> None:
     """Raise the limit on open files to allow `episodes` concurrent episodes. Set `programs` if some
     of them are driven by agent programs. Raises ValueError if the hard limit is too low."""
-    files = _FILES_PER_EPISODE * (1 + programs) * episodes + _SPARE_FILES
-    files += _connection_limit(episodes) if programs else 0
+    each = _FILES_PER_DRIVEN_EPISODE if programs else _FILES_PER_EPISODE
+    files = each * episodes + _SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= files:
         return
@@ -248,7 +246,3 @@ def raise_file_limit(episodes: int, *, programs: bool = False) -> None:
         need = f"{episodes} episodes at once need {files} open files, and the limit is {hard}"
         raise ValueError(f"{need}. Raise it (`ulimit -Hn`, LimitNOFILE of a service) or open fewer")
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-
-
-def _connection_limit(episodes: int) -> int:
-    return (_FILES_PER_DRIVEN_EPISODE - _FILES_PER_EPISODE) * episodes + _SPARE_CONNECTIONS

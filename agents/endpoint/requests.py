@@ -13,29 +13,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Va
 
 from keel.agents.episode import Budget
 from keel.rl import strict_json
-from keel.rl.turns import USER_ROLES, Message, ToolSpec
+from keel.rl.turns import Message, ToolSpec
 from keel.rl.types import FinishReason
 
 _MAX_DEPTH = 120
-_FIXED = "The policy samples one text per request, and its distribution cannot be changed"
-_STRUCTURED = (
-    "structured output is not supported, since a grammar's masks are not recorded. Ask for the "
-    "format in the prompt and parse the text"
-)
-_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "tool_choice": ("auto", "none"),
-    "response_format": ({"type": "text"},),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "modalities": (["text"],),
-    "audio": (),
-    "functions": (),  # the old form of `tools`
-    "function_call": (),
-    "web_search_options": (),
-}
-"""The supported values of some fields."""
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
@@ -134,7 +115,6 @@ class _Function(_Model):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Any = None
 
 
 class _Tool(_Model):
@@ -146,16 +126,25 @@ class _StreamOptions(_Model):
     include_usage: bool = False
 
 
+class _TextFormat(_Model):
+    type: Literal["text"] = "text"
+
+
 class ChatRequest(_Model):
-    """A chat completion request. Nulls are treated as missing, and unknown fields are kept in
-    `model_extra`."""
+    """A chat completion request. Nulls are treated as missing. Unknown fields are kept in
+    `model_extra`. Fields that would change what is sampled have a single allowed value."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     sent: Annotated[list[_Message], FailFast()] = Field(alias="messages", min_length=1)
     sent_tools: Annotated[list[_Tool], FailFast()] = Field([], alias="tools")
     model: str = ""
-    tool_choice: str = "auto"
+    n: Literal[1] = 1
+    tool_choice: Literal["auto", "none"] = "auto"
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] = {}
+    response_format: _TextFormat = _TextFormat()
+    logprobs: Literal[False] = False
+    functions: None = None  # the old form of `tools`
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     stream: bool = False
@@ -190,46 +179,36 @@ class ChatRequest(_Model):
 
     @property
     def characters(self) -> int:
-        """Estimated length of the rendered request in characters."""
-        users = [i for i, message in enumerate(self.messages) if message["role"] in USER_ROLES]
-        since = users[-1] if users else 0
-        # Chat templates drop earlier thinking.
-        earlier = [{**message, "reasoning_content": ""} for message in self.messages[:since]]
-        tools = [tool.as_json() for tool in self.tools]
-        parts = (*earlier, *self.messages[since:], *tools)
+        """Estimated length of the rendered request in characters. Thinking isn't counted, because
+        chat templates drop most of it."""
+        messages = [{**message, "reasoning_content": ""} for message in self.messages]
+        parts = (*messages, *(tool.as_json() for tool in self.tools))
         return sum(len(json.dumps(part, ensure_ascii=False)) for part in parts)
 
 
 def read_request(body: Mapping[str, Any]) -> ChatRequest:
     """Parse a chat completion request. Raises ApiError naming the invalid field."""
     fields = {name: value for name, value in body.items() if value is not None}
-    for name, value in fields.items():
-        if name.startswith(("guided_", "structured_outputs")):
-            raise invalid_field(name, _STRUCTURED)
-        if name in _SUPPORTED and value not in _SUPPORTED[name]:
-            if name == "response_format":
-                raise invalid_field(name, _STRUCTURED)
-            allowed = " or ".join(map(repr, _SUPPORTED[name])) or "left out"
-            raise invalid_field(name, f"must be {allowed}. {_FIXED}")
     try:
         request = ChatRequest.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]]
         raise invalid_field("".join(parts).removeprefix("."), first["msg"]) from error
-    for name in request.model_extra or ():
-        if name not in _SUPPORTED:
-            _warn_ignored(name, "the recipe decides how the policy is sampled")
-    if any(tool.function.strict for tool in request.sent_tools):
-        _warn_ignored("tools[].function.strict", _STRUCTURED)
+    ignored = sorted(name[:64] for name in request.model_extra or ())
+    if grammars := [name for name in ignored if name.startswith(("guided_", "structured_"))]:
+        raise invalid_field(grammars[0], "structured output is not supported. Ask for it as text")
+    if ignored:
+        _warn_ignored(", ".join(ignored[:20]))
     _ = request.messages  # raises now if they are invalid
     return request
 
 
-@lru_cache(maxsize=50)  # once per name
-def _warn_ignored(name: str, reason: str) -> None:
-    message = "a program's request sets %s, which is ignored: %s"
-    logging.getLogger(__name__).warning(message, name[:64], reason)
+@lru_cache(maxsize=50)  # logged once
+def _warn_ignored(names: str) -> None:
+    logging.getLogger(__name__).warning(
+        "a program's request sets %s, which is ignored: the recipe decides how to sample", names
+    )
 
 
 def _convert_messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:
@@ -350,10 +329,6 @@ def stream_events(reply: Reply, model: str, *, include_usage: bool) -> Iterator[
     if include_usage:
         yield event([], usage=_usage(reply))
     yield b"data: [DONE]\n\n"
-
-
-def model_entry(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "keel"}
 
 
 def _openai_message(message: Message) -> dict[str, Any]:

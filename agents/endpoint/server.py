@@ -9,12 +9,11 @@ import logging
 import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.requests import (
@@ -29,7 +28,6 @@ from keel.agents.endpoint.requests import (
     from_anthropic,
     load_json,
     load_object,
-    model_entry,
     read_request,
     stream_events,
 )
@@ -40,8 +38,6 @@ from keel.rl.turns import ToolCall, ToolSpec
 
 _MAX_REQUEST_BYTES = 16 << 20
 """Maximum size of a request in bytes. 131,072 tokens take at most 12 MiB."""
-_MAX_BODIES = 4
-_READ_S = 60.0
 _SHUTDOWN_S = 5.0
 _DISCONNECT_ROUNDS = 4
 """Number of event loop iterations after which a closed connection cancels its request."""
@@ -75,36 +71,25 @@ class _Place:
     key: str
     recorder: TrajectoryRecorder
     tools: McpTools | None
-    bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_BODIES))
 
 
 class Endpoint:
     """Serves all trajectories on the loopback interface and a unix socket. Use it as an async
     context manager. Call `add` at the start of each trajectory and `finish` at the end."""
 
-    def __init__(self, *, most: int = 1024) -> None:
-        """Create an endpoint with at most `most` open connections. Once that many are open, each
-        new connection closes an existing one."""
-        self._most = most
+    def __init__(self) -> None:
         self._port = 0
         self._open: dict[str, _Place] = {}
-        self._busy: dict[web.RequestHandler, TrajectoryRecorder] = {}
-        self._accepting = 0
-        """Number of accepted connections that are not yet in the server's list."""
         self._runner: web.AppRunner | None = None
-        self._listeners: list[asyncio.Server] = []
         self._folder = ""
 
     async def __aenter__(self) -> Endpoint:
         app = web.Application(middlewares=[self._format_errors], client_max_size=_MAX_REQUEST_BYTES)
         app.router.add_get("/t/{name}/v1/models", self._models)
-        app.router.add_get("/t/{name}/v1/models/{model:.+}", self._models)
         app.router.add_post("/t/{name}/v1/chat/completions", self._chat)
         app.router.add_post("/t/{name}/v1/messages", self._chat)
         app.router.add_route("*", "/t/{name}/mcp/{key}", self._handle_mcp)
         app.router.add_route("*", "/{path:.*}", self._unknown)
-        logger = logging.getLogger(f"{__name__}.http")
-        logger.addFilter(_is_our_fault)
         # A client that disconnects cancels its turn. Bodies are not decompressed: a small one may
         # hold gigabytes.
         self._runner = web.AppRunner(
@@ -112,20 +97,15 @@ class Endpoint:
             handler_cancellation=True,
             auto_decompress=False,
             access_log=None,
-            logger=logger,
             shutdown_timeout=_SHUTDOWN_S,
         )
         self._folder = make_socket_folder("keel-endpoint-", _SOCKET)
         try:
             await self._runner.setup()
-            loop = asyncio.get_running_loop()
-            listener = await loop.create_server(self._accept_connection, "127.0.0.1", 0)
-            self._listeners.append(listener)
-            self._port = listener.sockets[0].getsockname()[1]
+            await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+            self._port = self._runner.addresses[0][1]
             path = Path(self._folder) / _SOCKET
-            self._listeners.append(
-                await loop.create_unix_server(self._accept_connection, str(path))
-            )
+            await web.UnixSite(self._runner, str(path)).start()
             # As open as the port, since a sandbox's user may be another. The keys protect it.
             path.parent.chmod(0o711)
             path.chmod(0o666)
@@ -137,8 +117,6 @@ class Endpoint:
     async def __aexit__(self, *exception: object) -> None:
         for place in list(self._open.values()):
             await self.finish(place.recorder.name)
-        for listener in self._listeners:
-            listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
         self.remove_folder()
@@ -165,32 +143,9 @@ class Endpoint:
         await recorder.finish()
         return recorder
 
-    def _accept_connection(self) -> web.RequestHandler:
-        """Create the handler for a new connection. If too many connections are open, close the
-        oldest idle one, or the newest if none is idle."""
-        assert self._runner is not None and self._runner.server is not None
-        server = self._runner.server
-        connections = [one for one in server.connections if one.transport is not None]
-        while connections and len(connections) + self._accepting >= self._most:
-            idle = (one for one in connections if one not in self._busy)
-            connections.remove(victim := next(idle, connections[-1]))
-            if (recorder := self._busy.pop(victim, None)) is not None:
-                recorder.last_failure = f"the endpoint had more than {self._most} connections"
-            assert victim.transport is not None
-            victim.transport.abort()  # `close` would wait for the client to read
-            victim.force_close()
-        self._accepting += 1
-        asyncio.get_running_loop().call_soon(self._accepted)
-        return server()
-
-    def _accepted(self) -> None:
-        self._accepting -= 1
-
     @web.middleware
     async def _format_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         place = self._open.get(request.match_info.get("name", ""))
-        if place is not None:
-            self._busy[request.protocol] = place.recorder
         try:
             return await handler(request)
         except ApiError as error:
@@ -202,25 +157,14 @@ class Endpoint:
             failure = ApiError(500, f"the endpoint failed: {error!r}", code="internal_error")
             if place is not None:
                 place.recorder.record_error(failure)
-        finally:
-            self._busy.pop(request.protocol, None)
         body = anthropic_error(failure) if _is_anthropic(request) else failure.body()
         return web.json_response(body, status=failure.status)
 
-    async def _body_of(self, request: web.Request, place: _Place) -> bytes:
+    async def _body_of(self, request: web.Request) -> bytes:
         if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
             message = f"Content-Encoding {encoding[:50]} is not supported: send the body unencoded"
             raise ApiError(400, message, code="unsupported_encoding")
-        async with place.bodies:
-            try:
-                async with asyncio.timeout(_READ_S):
-                    return await request.read()
-            except TimeoutError as error:
-                message = f"the request did not arrive within {_READ_S:g} s"
-                raise ApiError(408, message, code="too_slow") from error
-            except (HttpProcessingError, web.RequestPayloadError, OSError) as error:
-                message = f"the request's body is malformed: {error}"
-                raise ApiError(400, message, code="invalid_body") from error
+        return await request.read()
 
     def _authenticate(self, request: web.Request, api_key: str = "") -> _Place:
         place = self._open.get(request.match_info["name"])
@@ -243,7 +187,7 @@ class Endpoint:
         place = self._authenticate(request, request.match_info["key"])
         if place.tools is None:
             raise ApiError(404, "there are no tools", code="unknown_url")
-        body = await self._body_of(request, place)
+        body = await self._body_of(request)
         try:
             answer = await place.tools.answer(body)
         except ValueError as error:
@@ -252,9 +196,8 @@ class Endpoint:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._authenticate(request)
-        if name := request.match_info.get("model"):
-            return web.json_response(model_entry(name))
-        return web.json_response({"object": "list", "data": [model_entry(MODEL)]})
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "keel"}
+        return web.json_response({"object": "list", "data": [model]})
 
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
         path = request.path.rpartition("/v1/")[2]
@@ -272,7 +215,7 @@ class Endpoint:
         place = self._authenticate(request)
         recorder = place.recorder
         try:
-            fields = load_object(await self._body_of(request, place))
+            fields = load_object(await self._body_of(request))
             chat = from_anthropic(fields) if _is_anthropic(request) else fields
             chat_request = read_request(chat)
         except ApiError as error:
@@ -282,13 +225,10 @@ class Endpoint:
         try:
             for _ in range(_DISCONNECT_ROUNDS):  # lets a disconnect cancel this request
                 await asyncio.sleep(0)
-            async with asyncio.timeout(_READ_S):
-                return await _send(request, chat_request, reply)
-        except (TimeoutError, ConnectionError):
+            return await _send(request, chat_request, reply)
+        except ConnectionError:  # the client is gone
             recorder.keep_undelivered(reply)
-            if request.transport is not None:
-                request.transport.abort()
-            return web.Response()  # the client is gone
+            return web.Response()
         except asyncio.CancelledError:
             recorder.keep_undelivered(reply)
             raise
@@ -317,11 +257,6 @@ async def _send(
 
 def _is_anthropic(request: web.Request) -> bool:
     return request.path.endswith("/v1/messages")
-
-
-def _is_our_fault(record: logging.LogRecord) -> bool:
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError)
 
 
 _PROTOCOL = "2025-06-18"

@@ -4,7 +4,6 @@ import asyncio
 import gzip
 import json
 import socket
-from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -200,21 +199,6 @@ async def test_disconnect_before_the_answer_resends_it() -> None:
         finished = await endpoint.finish("p/0")
     check_law(policy, finished.segments)
     assert finished.usage.turns == 1
-
-
-@asynchronous
-async def test_idle_connections_are_closed_first() -> None:
-    async with Endpoint(most=8) as endpoint:
-        address = endpoint.add(recorder_of(Policy(["yes"])))
-        idle = [await asyncio.open_connection(*host_and_path(address)[0]) for _ in range(40)]
-        async with client_of(address) as client:
-            assert await content_of(client) == "yes"
-        async with asyncio.timeout(PATIENCE_S):
-            for reader, _ in idle[:32]:
-                with suppress(ConnectionError):
-                    assert await reader.read() == b"", "it is closed"
-        for _, writer in idle:
-            writer.close()
 
 
 CITY = {
