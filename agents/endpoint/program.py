@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,7 +34,6 @@ _RESERVED_ENV = (
     *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY"),
     *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "KEEL_MCP_URL"),
 )
-_SEND_S = 60.0
 _FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_][\w.]*")
 
 
@@ -119,78 +117,60 @@ async def run_program(
     processes. The result is the JSON in the file KEEL_VERDICT or in the program's last line of
     output."""
     folder = program.folder or Path.cwd()
-    scratch = "" if program.wrap else tempfile.mkdtemp(prefix="keel-")  # a sandbox has its own
     reward = {"reward": dict(task.reward)} if program.tells_reward else {}
     prompts = [message["content"] for message in task.messages if message["role"] == "user"]
-    request = {
-        "command": list(program.command),
-        "env": {
-            **BASE_ENV,
-            "PYTHONHASHSEED": str(seed % 2**32),
-            "KEEL_SEED": str(seed),
-            # A cache in a shared home would answer one trajectory with another's turns.
-            **({"TMPDIR": scratch, "HOME": scratch} if scratch else {}),
-            **address.env,
-            **program.env,
-        },
-        "prompt": str(prompts[-1] if prompts else task.messages[-1]["content"]),
-        "task": {**task_fields(task), **reward},
-        "socket": str(address.socket) if program.wrap else None,
-        "memory_mib": program.memory_mib,
-    }
     process: ChildProcess | None = None
     late = asyncio.ensure_future(until)
-    reply: dict[str, Any] | str | None = None
+    reply: dict[str, Any] = {}
     try:
-        line = encode_line(request)
         process = await launch(
             [program.python, str(START), "drive"],
-            env={"TMPDIR": scratch} if scratch else {},
+            env={},
             folder=folder,
             wrap=program.wrap,
             readable=(*READABLE, folder, address.socket, *program.readable),
         ).connect()
-        async with asyncio.timeout(_SEND_S):
-            await process.send(line)
-        received = asyncio.ensure_future(process.receive())
+        request = {
+            "command": list(program.command),
+            "env": {
+                **BASE_ENV,
+                "PYTHONHASHSEED": str(seed % 2**32),
+                "KEEL_SEED": str(seed),
+                # A cache in a shared home would answer one trajectory with another's turns.
+                **({"HOME": process.scratch} if process.scratch else {}),
+                **address.env,
+                **program.env,
+            },
+            "prompt": str(prompts[-1] if prompts else task.messages[-1]["content"]),
+            "task": {**task_fields(task), **reward},
+            "socket": str(address.socket) if program.wrap else None,
+            "memory_mib": program.memory_mib,
+        }
+        exchange = asyncio.ensure_future(process.exchange(encode_line(request)))
         try:
-            await asyncio.wait({received, late}, return_when=asyncio.FIRST_COMPLETED)
-            reply = received.result() if received.done() else None
+            await asyncio.wait({exchange, late}, return_when=asyncio.FIRST_COMPLETED)
+            answered = exchange.result() if exchange.done() else {"failed": late.result()}
         finally:
-            received.cancel()
-        if reply is None:
-            failed = late.result()
-        elif isinstance(reply, str) or "cannot" in reply:
-            text = reply if isinstance(reply, str) else str(reply["cannot"])
-            failed = f"could not be run: {text[:500]}"
-        else:
-            code = reply.get("exit")
-            failed = "" if code == 0 else f"exited with status {code}"
-            if isinstance(code, int) and code < 0:
-                failed = f"was ended by signal {-code}"
+            exchange.cancel()
+        if isinstance(answered, str):
+            raise ValueError(answered[:500])
+        reply, failed = answered, str(answered["failed"])
     except EOFError:  # the whole sandbox is gone, usually over its memory
         assert process is not None
         failed = (await process.lost("exit", "run", "")).detail
-    except (TimeoutError, OSError, ValueError, EnvironmentLost) as error:
+    except (OSError, ValueError, EnvironmentLost) as error:
         failed = f"could not be run: {error}"
     finally:
         late.cancel()
-
-        async def clean_up() -> None:
-            if process is not None:
-                await process.end()
-            if scratch:
-                shutil.rmtree(scratch, ignore_errors=True)
-
-        # Must finish even if this task is cancelled.
-        await asyncio.shield(asyncio.ensure_future(clean_up()))
-    verdict, answer = _parse_result(program, reply) if isinstance(reply, dict) else (None, None)
+        if process is not None:  # must finish even if this task is cancelled
+            await process.end()
+    verdict, answer = _parse_result(program, reply)
     output = process.output if process is not None else ""
     return _ProgramResult(failed=failed, output=output, verdict=verdict, answer=answer)
 
 
 def _parse_result(
-    program: AgentProgram, reply: dict[str, Any]
+    program: AgentProgram, reply: Mapping[str, Any]
 ) -> tuple[Verdict | Unscored | None, str | None]:
     written = reply.get("verdict")
     # A function's prints may be the policy's words.

@@ -12,9 +12,7 @@ import errno
 import json
 import os
 import re
-import shutil
 import socket
-import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -72,7 +70,6 @@ class Hosted:
         self._closed = False
         self.grades = True
         """False if the environment has no verdict. Set when the environment is opened."""
-        self._scratch = ""
         self._requests = 0
         self._turn = asyncio.Lock()
 
@@ -105,16 +102,12 @@ class Hosted:
         if self._process is not None or self._closed:
             raise EnvironmentLost("closed", "open", "an environment serves one episode")
         program = self._program
-        extra_env: dict[str, str] = {}
-        if program.wrap is None:  # a sandbox has a private one
-            self._scratch = tempfile.mkdtemp(prefix="keel-")
-            extra_env = {"TMPDIR": self._scratch, **program.env}
         if self._fork_server is not None:
-            self._process = await self._fork_server.fork(extra_env)
+            self._process = await self._fork_server.fork()
         if self._process is None:
             self._process = await launch(
                 [program.python, str(START)],
-                env={**BASE_ENV, **extra_env, **program.env},
+                env={**BASE_ENV, **program.env},
                 folder=program.where,
                 wrap=program.wrap,
                 readable=program.needed,
@@ -176,9 +169,6 @@ class Hosted:
         finally:
             if self._process is not None:
                 await self._process.end()
-            scratch, self._scratch = self._scratch, ""
-            if scratch:
-                shutil.rmtree(scratch, ignore_errors=True)
 
     async def _ask(
         self, during: str, request: Mapping[str, Any], timeout_s: float, *, name: str = ""
@@ -192,13 +182,8 @@ class Hosted:
             self._requests += 1
             number = self._requests
             line = encode_line({"id": number, **request})
-
-            async def exchange() -> dict[str, Any] | str:
-                await process.send(line)
-                return await process.receive()
-
             try:
-                reply = await with_deadline(timeout_s, exchange())
+                reply = await with_deadline(timeout_s, process.exchange(line))
             except TimeoutError as error:
                 knob = f" ({_TIMEOUT_KNOBS[during]})" if during in _TIMEOUT_KNOBS else ""
                 reason = f"{name or during} did not end within {timeout_s:g} s{knob}"
@@ -275,9 +260,6 @@ def verdict_of(reply: Mapping[str, Any]) -> Verdict:
     return Verdict(parts=verdict.parts, facts=verdict.facts)
 
 
-_REPLY_BYTES = 1 << 16
-
-
 def _reply_fault(reply: Mapping[str, Any], memory_mib: int | None) -> tuple[Fault, str] | None:
     if "memory" in reply:
         return "memory", f"out of memory (memory_mib = {memory_mib})"
@@ -295,6 +277,9 @@ def fork_server_for(program: Program) -> ForkServer | None:
     return ForkServer(program) if program.preload else None
 
 
+_REPLY_BYTES = 1 << 16
+
+
 class ForkServer:
     """Forks a process for each episode of a program. Use it from a single event loop. The server
     process starts at the first fork and is restarted if it dies. `deadlines.open_s` is the time
@@ -302,21 +287,17 @@ class ForkServer:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._sandbox = program.wrap
-        self._inner = program.wrap.inner if program.wrap else None
         self.disabled_reason = ""
-        if program.wrap and self._inner is None:
+        if program.wrap and program.wrap.inner is None:
             self.disabled_reason = "this machine cannot sandbox a forked process"
         self._process: ChildProcess | None = None
-        self._request_id = 0
         self._gate, self._asking = asyncio.Lock(), asyncio.Lock()
         self._cleanups: set[asyncio.Task[Any]] = set()
 
-    async def fork(self, env: Mapping[str, str]) -> ChildProcess | None:
-        """Fork a process for an episode, adding `env` to its environment variables. Returns None if
-        the caller has to start a process instead. Raises EnvironmentLost if the import or the fork
-        fails."""
-        task = asyncio.create_task(self._fork_episode(env))
+    async def fork(self) -> ChildProcess | None:
+        """Fork a process for an episode. Returns None if the caller has to start a process instead.
+        Raises EnvironmentLost if the import or the fork fails."""
+        task = asyncio.create_task(self._fork_episode())
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -331,18 +312,16 @@ class ForkServer:
             cleanup.add_done_callback(self._cleanups.discard)
             raise
 
-    async def _fork_episode(self, env: Mapping[str, str]) -> ChildProcess | None:
+    async def _fork_episode(self) -> ChildProcess | None:
         async with self._gate:
             if self._process is None and not self.disabled_reason:
                 await self._start()
             if self._process is None:
                 return None
             try:
-                process = await self._fork(self._process, env)
-            except _CannotFork as error:  # the machine lacked a resource; the next fork may succeed
+                process = await self._fork(self._process)
+            except (_CannotFork, OSError) as error:  # a limit of the machine; others may succeed
                 raise EnvironmentLost("start", "open", f"cannot be forked: {error}") from error
-            except (OSError, EOFError, ValueError) as error:
-                raise await self._lost(error) from error
         return await process.connect()
 
     async def _start(self) -> None:
@@ -352,7 +331,7 @@ class ForkServer:
             socket.SOCK_SEQPACKET,
             env={**BASE_ENV, **program.env},
             folder=program.where,
-            wrap=self._sandbox and self._sandbox.parent,
+            wrap=program.wrap and program.wrap.parent,
             readable=program.needed,
         )
         openenv = program.kind in ("auto", "openenv")
@@ -364,16 +343,14 @@ class ForkServer:
             "memory_mib": program.memory_mib,
         }
         try:
-            if self._sandbox is not None:
-                await self._check_isolation(process, self._sandbox)
-                process.limit = self._sandbox.hold(process.pid, inside=False)
+            if program.wrap is not None:
+                await self._check_isolation(process, program.wrap)
+                process.limit = program.wrap.hold(process.pid, inside=False)
             reply, _ = await self._ask(process, load)
             if (fault := _reply_fault(reply, program.memory_mib)) is not None:
-                raise await self._lost(None, *fault)
+                raise await self._lost(process, *fault)
             if process.limit is not None:
                 process.limit()  # each forked process has its own memory limit
-        except (OSError, EOFError, ValueError) as error:
-            raise await self._lost(error) from error
         except BaseException as error:
             self._process = None
             await process.end()
@@ -382,30 +359,11 @@ class ForkServer:
             self.disabled_reason = str(error)
 
     async def _check_isolation(self, process: ChildProcess, sandbox: EnvSandbox) -> None:
-        try:
-            attempt = await self._fork(process, {}, run=sandbox.probe)
-            ending = await attempt.end(within_s=self._program.deadlines.open_s)
-            result = attempt.output or ending
-        except _CannotFork as error:
-            result = str(error)
-        except (EOFError, OSError):
-            lost = await process.lost("exit", "open", "")
-            result = f"{lost.detail}: {lost.output}"
-        if result != "isolated":
-            raise _CannotFork(f"a sandbox for a forked process does not work here: {result}")
-
-    async def _lost(
-        self, error: Exception | None, fault: Fault = "exit", message: str = ""
-    ) -> EnvironmentLost:
-        process, self._process = self._process, None
-        assert process is not None
-        if isinstance(error, TimeoutError):
-            fault = "hang"
-            limit_s = self._program.deadlines.open_s
-            message = f"open did not end within {limit_s:g} s (environment.open_s)"
-        lost = await process.lost(fault, "open", message)
-        message = f"{self._program.target}: {lost.detail}"
-        return EnvironmentLost(lost.fault, "open", message, lost.output)
+        attempt = await self._fork(process, run=sandbox.probe)
+        ending = await attempt.end(within_s=self._program.deadlines.open_s)
+        if attempt.output != "isolated":
+            reason = attempt.output or ending
+            raise _CannotFork(f"a sandbox for a forked process does not work here: {reason}")
 
     async def close(self) -> None:
         self.disabled_reason = self.disabled_reason or "closed"
@@ -415,80 +373,95 @@ class ForkServer:
                 await process.end()
         await asyncio.gather(*self._cleanups, return_exceptions=True)
 
-    async def _fork(
-        self, server: ChildProcess, env: Mapping[str, str], *, run: str | None = None
-    ) -> ChildProcess:
+    async def _fork(self, server: ChildProcess, *, run: str | None = None) -> ChildProcess:
         """Fork a process that runs an episode, or the Python code in `run` if given."""
-        request = {"do": "fork", "inner": self._inner, "env": dict(env), "run": run}
-        try:
-            with open_channel(socket.SOCK_STREAM) as (ours, theirs, stderr, write_end):
-                reply, fds = await self._ask(server, request, theirs.fileno(), write_end)
-                reap = partial(self._reap, server, reply["is"]["pid"])
-                limit = None
-                try:
-                    if not fds:  # the kernel drops descriptors that do not fit
-                        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-                    text = Path(f"/proc/self/fdinfo/{fds[0]}").read_text()
-                    match = re.search(r"^Pid:\s+(\d+)$", text, re.MULTILINE)
-                    pid = int(match[1]) if match else -1  # in this process's namespace
-                    if self._sandbox is not None and run is None:
-                        limit = self._sandbox.hold(pid, inside=True)
-                except OSError:
-                    for fd in fds:
-                        os.close(fd)
-                    ours.close()  # which ends the process
-                    await reap()
-                    raise
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
+        sandbox, limit = self._program.wrap, None
+        with open_channel(socket.SOCK_STREAM, private=sandbox is None) as (
+            ours,
+            theirs,
+            stderr,
+            write_end,
+            scratch,
+        ):
+            request = {
+                "do": "fork",
+                "inner": sandbox and sandbox.inner,
+                "env": {"TMPDIR": scratch, **self._program.env} if scratch else {},
+                "run": run,
+            }
+            reply, fds = await self._ask(server, request, theirs.fileno(), write_end)
+            status = partial(self._reap, server, reply["is"]["pid"])
+            try:
+                if not fds:  # the kernel drops descriptors that do not fit
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                text = Path(f"/proc/self/fdinfo/{fds[0]}").read_text()
+                match = re.search(r"^Pid:\s+(\d+)$", text, re.MULTILINE)
+                pid = int(match[1]) if match else -1  # in this process's namespace
+                if sandbox is not None and run is None:
+                    limit = sandbox.hold(pid, inside=True)
+            except OSError:
+                for fd in fds:
+                    os.close(fd)
+                ours.close()  # which ends the process
+                await status()
                 raise
-            raise EnvironmentLost("start", "open", f"cannot be forked: {error}") from error
-        sandbox = "" if limit is None else "inside"
         return ChildProcess(
-            pid, ours, stderr, pidfd=fds[0], status=reap, sandbox=sandbox, limit=limit
+            pid,
+            ours,
+            stderr,
+            pidfd=fds[0],
+            status=status,
+            scratch=scratch,
+            sandbox="" if limit is None else "inside",
+            limit=limit,
         )
 
     async def _reap(self, server: ChildProcess, pid: int) -> int | None:
         try:
             reply, _ = await self._ask(server, {"do": "reap", "pid": pid}, timeout_s=REAP_S)
             return reply["is"]["status"]
-        except (_CannotFork, TimeoutError, EOFError, OSError, LookupError):
+        except (_CannotFork, EnvironmentLost, LookupError):
             return None  # the server has ended
 
     async def _ask(
         self,
         server: ChildProcess,
-        request: dict[str, Any],
+        request: Mapping[str, Any],
         *fds: int,
         timeout_s: float | None = None,
     ) -> tuple[dict[str, Any], list[int]]:
+        limit_s = timeout_s or self._program.deadlines.open_s
         async with self._asking:
-            self._request_id += 1
-            line = json.dumps({"id": self._request_id, **request}).encode()
-            socket.send_fds(server.channel, [line], fds)
-            limit_s = timeout_s or self._program.deadlines.open_s
-            reply, received = await with_deadline(limit_s, self._receive(server.channel))
+            try:
+                socket.send_fds(server.channel, [json.dumps(request).encode()], fds)
+                reply, received = await with_deadline(limit_s, self._receive(server.channel))
+            except TimeoutError as error:
+                reason = f"open did not end within {limit_s:g} s (environment.open_s)"
+                raise await self._lost(server, "hang", reason) from error
+            except (OSError, EOFError, ValueError) as error:
+                raise await self._lost(server, "exit", "") from error
         if "cannot" in reply:
             raise _CannotFork(str(reply["cannot"]))
         return reply, received
 
     async def _receive(self, channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
-        loop = asyncio.get_running_loop()
-        while True:
-            ready = asyncio.Event()
-            loop.add_reader(channel, ready.set)
-            try:
-                await ready.wait()
-            finally:
-                loop.remove_reader(channel)
-            line, fds, _, _ = socket.recv_fds(channel, _REPLY_BYTES, 1)
-            if not line:
-                raise EOFError
-            reply = json.loads(line)
-            if reply["id"] == self._request_id:
-                return reply, fds
-            for fd in fds:  # reply to a request that timed out
-                os.close(fd)
+        ready, loop = asyncio.Event(), asyncio.get_running_loop()
+        loop.add_reader(channel, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(channel)
+        line, fds, _, _ = socket.recv_fds(channel, _REPLY_BYTES, 1)
+        if not line:
+            raise EOFError
+        return json.loads(line), fds
+
+    async def _lost(self, server: ChildProcess, fault: Fault, message: str) -> EnvironmentLost:
+        if self._process is server:
+            self._process = None
+        lost = await server.lost(fault, "open", message)
+        message = f"{self._program.target}: {lost.detail}"
+        return EnvironmentLost(lost.fault, "open", message, lost.output)
 
 
 class _CannotFork(Exception):

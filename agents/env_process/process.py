@@ -8,12 +8,13 @@ import asyncio
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -87,7 +88,8 @@ class ChildProcess:
     from a single event loop, for one exchange at a time. `status` reaps the process, so it is
     called only after all descendants are dead. Otherwise, the PID could be reused too early.
     `sandbox` is `outer` for the outer process of a sandbox, which exits last, or `inside` for the
-    first process in a PID namespace, whose exit kills all the others."""
+    first process in a PID namespace, whose exit kills all the others. `scratch` is a folder to
+    remove at the end."""
 
     def __init__(
         self,
@@ -97,18 +99,17 @@ class ChildProcess:
         *,
         pidfd: int,
         status: Callable[[], Awaitable[int | None]],
+        scratch: str = "",
         sandbox: Literal["", "outer", "inside"] = "",
         limit: _LimitCheck | None = None,
     ) -> None:
-        self.pid, self.channel, self.limit = pid, channel, limit
+        self.pid, self.channel, self.limit, self.scratch = pid, channel, limit, scratch
         self._pidfd, self._status, self._sandbox = pidfd, status, sandbox
         self._output = _OutputTail(stderr)
         self._close: Callable[[], None] = channel.close
         self._end: asyncio.Task[str] | None = None
         self._limit_hit = ""
         self._orphaned = False
-        # Kills it at interpreter exit if an abandoned event loop never closed it.
-        self._finalizer = weakref.finalize(self, _kill_abandoned, pid, pidfd)
 
     async def connect(self) -> ChildProcess:
         try:
@@ -120,6 +121,10 @@ class ChildProcess:
             raise
         self._close = self._writer.transport.abort
         return self
+
+    async def exchange(self, line: bytes) -> dict[str, Any] | str:
+        await self.send(line)
+        return await self.receive()
 
     async def send(self, line: bytes) -> None:
         self._writer.write(line)
@@ -168,12 +173,14 @@ class ChildProcess:
         await self._output.drain(0.2)
         self._output.close()
         self._close()
+        if self.scratch:
+            shutil.rmtree(self.scratch, ignore_errors=True)
         if not exited or status is None:
             return "closed its output"
         number = -status if status < 0 else status - 128  # 128 + n from a sandbox's first process
         if number in set(signal.Signals):
             return f"was ended by {signal.Signals(number).name}"
-        return f"was ended by signal {number}" if status < 0 else f"exited with status {status}"
+        return f"exited with status {status}"
 
     async def _gone(self, within_s: float) -> bool:
         poll = select.poll()
@@ -212,20 +219,12 @@ class ChildProcess:
         finally:
             if self.limit is not None:
                 self._limit_hit = self.limit()
-            if self._finalizer.detach():
-                os.close(self._pidfd)
+            os.close(self._pidfd)
 
 
 def _kill(send: Callable[[int, int], None], target: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         send(target, signal.SIGKILL)
-
-
-def _kill_abandoned(pid: int, pidfd: int) -> None:
-    with suppress(OSError):
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        os.killpg(pid, signal.SIGKILL)
-        os.close(pidfd)
 
 
 def encode_line(message: Mapping[str, Any]) -> bytes:
@@ -258,10 +257,11 @@ async def with_deadline(timeout_s: float, work: Coroutine[Any, Any, Result]) -> 
 
 @contextmanager
 def open_channel(
-    kind: socket.SocketKind,
-) -> Generator[tuple[socket.socket, socket.socket, int, int]]:
-    """Yield both ends of a socket pair, then both ends of a pipe. The second end of each is for the
-    child process and is closed when the context exits. If an error occurs, all four are closed."""
+    kind: socket.SocketKind, *, private: bool
+) -> Generator[tuple[socket.socket, socket.socket, int, int, str]]:
+    """Yield both ends of a socket pair, both ends of a pipe, and the path of a new temporary folder
+    if the process is to have a `private` one. The second end of each pair is for the process and is
+    closed when the context exits. If an error occurs, everything is closed and removed."""
     with ExitStack() as undo:
         ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
         undo.callback(ours.close)
@@ -269,8 +269,10 @@ def open_channel(
         with theirs:
             read_end, write_end = os.pipe()
             undo.callback(os.close, read_end)
+            scratch = tempfile.mkdtemp(prefix="keel-") if private else ""
+            undo.callback(shutil.rmtree, scratch, ignore_errors=True)
             try:
-                yield ours, theirs, read_end, write_end
+                yield ours, theirs, read_end, write_end, scratch
             finally:
                 os.close(write_end)
         undo.pop_all()
@@ -285,11 +287,15 @@ def launch(
     wrap: Callable[..., AbstractContextManager[LaunchedSandbox]] | None = None,
     readable: Sequence[Path] = (),
 ) -> ChildProcess:
-    """Start a process that exchanges messages over its standard input and output. Raises
-    EnvironmentLost if the program can't be run, and OSError if this process has run out of file
-    descriptors."""
+    """Start a process that exchanges messages over its standard input and output. Without a
+    sandbox, it gets a temporary folder of its own. Raises EnvironmentLost if the program can't be
+    run, and OSError if this process has run out of file descriptors."""
     inherited = {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
-    with open_channel(kind) as (ours, theirs, stderr, write_end), ExitStack() as undo:
+    with (
+        open_channel(kind, private=wrap is None) as (ours, theirs, stderr, write_end, scratch),
+        ExitStack() as undo,
+    ):
+        base = {"TMPDIR": scratch} if scratch else {}
         try:
             with wrap(command, readable=readable) if wrap else nullcontext() as sandbox:
                 process = subprocess.Popen(
@@ -297,7 +303,7 @@ def launch(
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     stderr=write_end,
-                    env={**inherited, **(sandbox.env if sandbox else {}), **env},
+                    env={**inherited, **(sandbox.env if sandbox else base), **env},
                     cwd=folder,
                     pass_fds=sandbox.pass_fds if sandbox else (),
                     start_new_session=True,
@@ -314,9 +320,15 @@ def launch(
     async def status() -> int | None:
         return process.poll()
 
-    place = "" if limit is None else "outer"
     return ChildProcess(
-        process.pid, ours, stderr, pidfd=pidfd, status=status, sandbox=place, limit=limit
+        process.pid,
+        ours,
+        stderr,
+        pidfd=pidfd,
+        status=status,
+        scratch=scratch,
+        sandbox="" if limit is None else "outer",
+        limit=limit,
     )
 
 

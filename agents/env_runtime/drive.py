@@ -7,8 +7,7 @@ unix socket. Connections to a loopback port in the sandbox are then forwarded to
 
     → {"command": ["my-agent", "--task", "{prompt}"], "env": {…}, "prompt": "…", "task": {…},
        "socket": "/…/keel.sock" or null, "memory_mib": 2048 or null}
-    ← {"exit": 0, "last": "its last line", "verdict": "text of $KEEL_VERDICT" or null}
-       or {"cannot": "why it was not started"}
+    ← {"failed": "" or how, "last": "its last line", "verdict": "text of $KEEL_VERDICT" or null}
 
 After the result, this process waits to be killed, so that the program's descendants can still be
 found below it.
@@ -95,10 +94,7 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         try:
             port = _forward_port(request["socket"])
         except OSError as error:
-            return {
-                "cannot": f"no socket can be opened here ({error}): the sandbox of a driven "
-                "program must allow sockets; without a network they reach the endpoint alone"
-            }
+            return {"failed": f"could not be run: no socket can be opened here ({error})"}
         for name in [name for name in _URLS if name in env]:
             path = request["env"][name].split("/", 3)[3]
             env[name] = f"http://127.0.0.1:{port}/{path}"
@@ -118,23 +114,24 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
             preexec_fn=die_with_parent,
         )
     except (OSError, ValueError) as error:
-        return {"cannot": f"cannot run {command[0]}: {error}"}
+        return {"failed": f"could not be run: cannot run {command[0]}: {error}"}
     last_line = [b""]
     assert process.stdout is not None
     copying = threading.Thread(
         target=_copy_lines, args=(process.stdout.fileno(), last_line), daemon=True
     )
     copying.start()
-    while process.returncode is None:  # also reaps orphans: the sandbox limits the processes
+    pid = status = -1
+    while pid != process.pid:  # also reaps orphans: the sandbox limits the processes
         pid, status = os.waitpid(-1, 0)
-        if pid == process.pid:
-            process.returncode = os.waitstatus_to_exitcode(status)
+    code = process.returncode = os.waitstatus_to_exitcode(status)
+    failed = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
     copying.join(0.5)  # a background process may hold the pipe open
     verdict = None
     with suppress(OSError), open(paths["verdict"], "rb") as file:
         verdict = file.read(_MAX_BYTES).decode(errors="replace")
     last = last_line[0].decode(errors="replace").strip()
-    return {"exit": process.returncode, "last": last, "verdict": verdict}
+    return {"failed": failed if code else "", "last": last, "verdict": verdict}
 
 
 def main() -> None:

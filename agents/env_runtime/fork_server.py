@@ -2,16 +2,15 @@
 
 This program is started as `python start.py fork-server`. It needs Linux and Python 3.9 or later.
 
-Standard input is a socket (SOCK_SEQPACKET) that carries JSON messages:
+Standard input is a socket (SOCK_SEQPACKET) that carries JSON messages, one at a time:
 
-    → {"id": 1, "do": "load", "target": "my_env:Shop", "paths": […], "memory_mib": 2048,
-       "action": null}
-    ← {"id": 1, "is": {}}
-    → {"id": 2, "do": "fork", "inner": {…} or null, "env": {…}, "run": null}
+    → {"do": "load", "target": "my_env:Shop", "paths": […], "memory_mib": 2048, "action": null}
+    ← {"is": {}}
+    → {"do": "fork", "inner": {…} or null, "env": {…}, "run": null}
                               with two descriptors: the episode's channel, its standard error
-    ← {"id": 2, "is": {"pid": 12}}                          with one: a pidfd of that process
-    → {"id": 3, "do": "reap", "pid": 12}
-    ← {"id": 3, "is": {"status": 0}}        once it has ended; negative: the signal that ended it
+    ← {"is": {"pid": 12}}                                   with one: a pidfd of that process
+    → {"do": "reap", "pid": 12}
+    ← {"is": {"status": 0}}                 once it has ended; negative: the signal that ended it
 
 Instead of "is", a reply may have "cannot" (the reason why forking is unsafe or failed) or one of
 the errors in start.py. A forked process then uses the protocol of start.py, or executes the code in
@@ -32,18 +31,21 @@ import gc
 import json
 import os
 import random
-import re
 import resource
 import shutil
 import socket
-import stat
 import struct
 import sys
 from contextlib import suppress
 from typing import Any, Optional, cast
 
 from keel.agents.env_runtime.episode import failure_of, preload, redirect_prints, serve
-from keel.agents.env_runtime.processes import adopt_orphans, limit_memory, protect_process
+from keel.agents.env_runtime.processes import (
+    adopt_orphans,
+    in_sandbox,
+    limit_memory,
+    protect_process,
+)
 from keel.agents.env_runtime.tool_objects import error_text
 
 _MAX_BYTES = 1 << 16
@@ -56,6 +58,8 @@ class _ForkServer:
         self._files = _open_files()
 
     def load(self, request: _Data) -> _Data:
+        if in_sandbox() and _mounts_in_tmp():
+            return {"cannot": "the environment has folders in /tmp"}
         limit_memory(request["memory_mib"])
         sys.path[:0] = request["paths"]
         random.seed(0)
@@ -85,13 +89,13 @@ class _ForkServer:
         return ""
 
     def fork(self, request: _Data, channel: int, stderr: int) -> Optional[int]:  # noqa: UP045
-        number, inner = request["id"], request["inner"]
+        inner = request["inner"]
         sys.stdout.flush()
         sys.stderr.flush()
         if inner is None:
             pid = os.fork()
             if pid:
-                self._report(number, pid)
+                self._report(pid)
                 return None
         else:
             # Makes this process reap the child of `middle`. Without a sandbox, a program's orphans
@@ -101,7 +105,7 @@ class _ForkServer:
             if middle:
                 os.waitpid(middle, 0)
                 return None
-            self._fork_isolated(number, inner, channel, stderr)
+            self._fork_isolated(inner, channel, stderr)
         self._control.close()
         protect_process()
         os.setsid()
@@ -113,7 +117,7 @@ class _ForkServer:
             cast(Any, sys.modules["tempfile"]).tempdir = None  # look it up again
         return channel
 
-    def _fork_isolated(self, number: int, inner: _Data, channel: int, stderr: int) -> None:
+    def _fork_isolated(self, inner: _Data, channel: int, stderr: int) -> None:
         """Fork twice more to enter new namespaces. Only returns in the last child process."""
         uid, gid = os.getuid(), os.getgid()
         status_read, status_write = os.pipe()
@@ -121,16 +125,16 @@ class _ForkServer:
             _unshare(inner)
             first = os.fork()
         except OSError as error:
-            self._send({"id": number, "cannot": str(error)})
+            self._send({"cannot": str(error)})
             os._exit(1)
         if first:
             os.close(status_write)
             message = os.read(status_read, _MAX_BYTES).decode()
             if message == "ready":
-                self._report(number, first)
+                self._report(first)
             else:
                 os.waitpid(first, 0)
-                self._send({"id": number, "cannot": message or "it could not be isolated"})
+                self._send({"cannot": message or "it could not be isolated"})
             os._exit(0)  # the server inherits the child
         os.close(status_read)
         try:
@@ -150,14 +154,14 @@ class _ForkServer:
                     os._exit(128 - code if code < 0 else code)
         os.close(status_write)
 
-    def _report(self, number: int, pid: int) -> None:
+    def _report(self, pid: int) -> None:
         try:
             fd = os.pidfd_open(pid)
         except (AttributeError, OSError) as error:  # an old kernel or Python
             os.kill(pid, 9)
-            self._send({"id": number, "cannot": f"no pidfd: {error}"})
+            self._send({"cannot": f"no pidfd: {error}"})
             return
-        self._send({"id": number, "is": {"pid": pid}}, fd)
+        self._send({"is": {"pid": pid}}, fd)
         os.close(fd)
 
     def _send(self, reply: _Data, *fds: int) -> None:
@@ -189,7 +193,7 @@ class _ForkServer:
                 if request["do"] == "fork":  # a limit of the machine, met by this episode alone
                     reply = {"cannot": error_text(error)}
             if reply is not None:
-                self._send({"id": request["id"], **reply})
+                self._send(reply)
             sys.stdout.flush()
             sys.stderr.flush()
             for fd in fds:
@@ -224,7 +228,7 @@ def main() -> None:
 # user in the inner one. See user_namespaces(7), pid_namespaces(7) and seccomp(2).
 _NEW_MOUNTS, _NEW_UTS, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 _NEW_USER, _NEW_PIDS, _NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
-_NOSUID, _NODEV, _NOEXEC, _BIND_ALL, _REMOUNT_READ_ONLY = 2, 4, 8, 4096 | 16384, 32 | 1
+_NOSUID, _NODEV, _NOEXEC = 2, 4, 8
 _SET_DUMPABLE, _SET_SECCOMP, _NO_NEW_PRIVILEGES = 4, 22, 38
 _FILTER_MODE = 2
 _SET_FLAGS, _UP_AND_RUNNING = 0x8914, 0x41
@@ -273,47 +277,16 @@ def _isolate(inner: _Data, uid: int, gid: int) -> None:
 
 
 def _mount_private_tmp(options: bytes) -> None:
-    """Mount a private /tmp that keeps the files created during the import and any existing mounts
-    below /tmp."""
+    """Mount a private /tmp that keeps the files created during the import."""
     previous = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
-    mounted = {path: os.open(path, os.O_PATH) for path in _mounts_below("/tmp")}
-    tops = {"/".join(path.split("/")[:3]) for path in mounted}
-    here = f"/proc/self/fd/{previous}"
-
-    def mount_points(folder: str, names: list[str]) -> set[str]:
-        return {name for name in names if folder == here and f"/tmp/{name}" in tops}
-
     _mount(b"tmpfs", b"/tmp", _NOSUID | _NODEV, options)
-    shutil.copytree(here, "/tmp", symlinks=True, ignore=mount_points, dirs_exist_ok=True)
-    for top in tops - set(mounted):  # made read-only below, as they were
-        os.mkdir(top)
-        _mount(b"tmpfs", os.fsencode(top), _NOSUID | _NODEV, b"mode=755")
-    for path, fd in mounted.items():
-        if stat.S_ISDIR(os.fstat(fd).st_mode):
-            os.makedirs(path, exist_ok=True)
-        else:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
-        source = f"/proc/self/fd/{fd}".encode()
-        _check(_libc.mount(source, os.fsencode(path), None, _BIND_ALL, None), f"bind {path}")
-        os.close(fd)
-    for top in tops - set(mounted):
-        _mount(b"tmpfs", os.fsencode(top), _NOSUID | _NODEV | _REMOUNT_READ_ONLY, b"mode=755")
+    shutil.copytree(f"/proc/self/fd/{previous}", "/tmp", symlinks=True, dirs_exist_ok=True)
     os.close(previous)
 
 
-def _mounts_below(folder: str) -> list[str]:
+def _mounts_in_tmp() -> bool:
     with open("/proc/self/mountinfo", "rb") as file:
-        escaped = [line.split()[4] for line in file]
-    points = [
-        os.fsdecode(re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), point))
-        for point in escaped
-    ]
-    outermost: list[str] = []
-    for path in sorted(points):
-        if path.startswith(f"{folder}/") and not any(path.startswith(f"{p}/") for p in outermost):
-            outermost.append(path)
-    return sorted(set(outermost))
+        return any(line.split()[4].startswith(b"/tmp/") for line in file)
 
 
 def _map_user(uid: tuple[int, int], gid: tuple[int, int]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import Hosted, fork_server_for
+from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.process import Program
 from keel.agents.types import Unscored
 from keel.rl.types import Prompt
@@ -42,7 +42,7 @@ def instance(folder: Path) -> dict[str, Any]:
 
 @asynccontextmanager
 async def opened(folder: Path) -> AsyncGenerator[Open]:
-    """Yield a function that opens an episode, forked from one process."""
+    """Yield a function that opens an episode."""
     wrap_of()
     reward = instance(folder)
     where = (folder / "environment").absolute()
@@ -53,12 +53,10 @@ async def opened(folder: Path) -> AsyncGenerator[Open]:
         deadlines=PATIENT,
         wrap=wrap_of(memory_mib=2048),
     )
-    parent = fork_server_for(program)
-    assert parent is not None
 
     @asynccontextmanager
     async def episode() -> AsyncGenerator[Hosted]:
-        hosted = Hosted(program, fork_server=parent)
+        hosted = Hosted(program)
         task = Prompt(
             prompt_id="one",
             domain="code",
@@ -67,15 +65,11 @@ async def opened(folder: Path) -> AsyncGenerator[Open]:
         )
         try:
             await hosted.open(task, seed=1)
-            assert not parent.disabled_reason, parent.disabled_reason
             yield hosted
         finally:
             await hosted.close()
 
-    try:
-        yield episode
-    finally:
-        await parent.close()
+    yield episode
 
 
 async def bash(hosted: Hosted, command: str) -> str:
