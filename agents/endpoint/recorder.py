@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import accumulate, count, islice, takewhile
-from math import inf
 from time import monotonic
 from typing import Any, cast
 
@@ -30,7 +29,7 @@ from keel.agents.endpoint.requests import (
     replace_surrogates,
 )
 from keel.agents.episode import CHARACTERS_PER_TOKEN, Budget, add_turn
-from keel.agents.schemas import argument_validator
+from keel.agents.schemas import ArgumentValidator, argument_validator
 from keel.rl.turns import (
     USER_ROLES,
     Chat,
@@ -74,7 +73,6 @@ class TrajectoryRecorder:
         self._is_over = is_over
         self._records: list[SegmentRecord] = []
         self.index = _TurnIndex(chat, thinking=thinking)
-        self._checked_tools = {_key_of_tools(())}
         self._draws: dict[str, set[int]] = {}
         """Sample numbers in use for each context. Samples from the same context get different
         numbers and therefore different seeds."""
@@ -123,8 +121,6 @@ class TrajectoryRecorder:
     async def overdue(self, open_s: float) -> str:
         """Wait until the program misses a deadline, and return a description of what took too long.
         The deadline is `open_s` for the first request and `Budget.timeout_s` after that."""
-        if self._budget.timeout_s == inf:
-            raise ValueError("endpoint: timeout_s must be finite: every wait has a deadline")
         began = monotonic()
         while True:
             limit_s, action = open_s, "ask for a turn"
@@ -181,12 +177,10 @@ class TrajectoryRecorder:
         if (characters := request.characters) > self._budget.characters:
             tokens = max(characters // CHARACTERS_PER_TOKEN, self._budget.window)
             raise budget_error(self._budget, "window", tokens)
-        if tools_key not in self._checked_tools:
-            try:  # in a thread, because large schemas take seconds
-                await asyncio.to_thread(argument_validator, request.tools)
-            except ValueError as error:
-                raise invalid_field("tools", str(error)) from error
-            self._checked_tools.add(tools_key)
+        try:
+            arguments = argument_validator(request.tools)
+        except ValueError as error:
+            raise invalid_field("tools", str(error)) from error
         before, ids = self.index.find_context(request, keys, tools_key, self._growing)
         limit = await self._admit(len(ids), request.limit)
         # No await between here and the sampling, so no other turn extends the same record.
@@ -225,7 +219,7 @@ class TrajectoryRecorder:
         self.index.add(request, keys, turn, verbatim=verbatim)
         self._usage = add_turn(self._usage, result, repeated=repeated)
         if message.get("tool_calls"):
-            self._count_calls(request, parsed)
+            self._count_calls(parsed, arguments)
         return Reply(
             reply_id=f"chatcmpl-{secrets.token_hex(12)}",
             request_key=request_key,
@@ -313,10 +307,10 @@ class TrajectoryRecorder:
             raise _engine_failed(str(error)) from error
         return result
 
-    def _count_calls(self, request: ChatRequest, parsed: Parsed) -> None:
+    def _count_calls(self, parsed: Parsed, arguments: ArgumentValidator) -> None:
         valid = [call for call in parsed.calls if not isinstance(call, Malformed)]
         malformed = len(parsed.calls) - len(valid)
-        invalid = sum(bool(argument_validator(request.tools).explain_error(call)) for call in valid)
+        invalid = sum(bool(arguments.explain_error(call)) for call in valid)
         self._usage = replace(
             self._usage,
             calls=self._usage.calls + len(parsed.calls),
