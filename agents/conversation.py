@@ -61,7 +61,7 @@ class SegmentRecord:
             stop_ids=stop_ids,
         )
 
-    def append(self, request: TurnRequest, result: TurnResult) -> None:
+    def append_turn(self, request: TurnRequest, result: TurnResult) -> None:
         """Append a turn to the segment. Raises ValueError if the result is incomplete or was
         sampled from another context."""
         context, sampled = len(self.ids), len(result.token_ids_N)
@@ -90,6 +90,8 @@ class SegmentRecord:
         self._rows = rows
 
     def drop_extension(self) -> None:
+        """Remove the ids after the last turn, because its messages are tokenized again together
+        with later ones."""
         start, result = self._turns[-1]
         del self.ids[start + len(result.token_ids_N) :]
 
@@ -164,7 +166,6 @@ class Conversation:
         self._chat = chat
         self._prompt_id = prompt_id
         self._records: list[SegmentRecord] = []
-        self._pending: TurnRequest | None = None
         self._in_thinking = False
         """True if the last turn ended inside the thinking, which the next turn continues."""
         self._begin_segment()
@@ -172,14 +173,6 @@ class Conversation:
     @property
     def ids(self) -> Sequence[int]:
         return self._records[-1].ids
-
-    @property
-    def turns(self) -> int:
-        return sum(record.turns for record in self._records)
-
-    @property
-    def forks(self) -> int:
-        return len(self._records) - 1
 
     @property
     def sampled_tokens(self) -> int:
@@ -191,20 +184,17 @@ class Conversation:
         if self.view[-1]["role"] == "assistant":
             raise ValueError(f"conversation {self.name}: the last message is the policy's own")
         record = self._records[-1]
-        self._pending = record.request(
+        return record.request(
             self.name,
             max_tokens=max_tokens,
-            seed=seed_of(seed, self.forks, record.turns),
+            seed=seed_of(seed, len(self._records) - 1, record.turns),
             timeout_s=timeout_s,
             stop_ids=self._chat.stop_ids,
         )
-        return self._pending
 
-    def append(self, result: TurnResult) -> Parsed:
-        assert self._pending is not None, "no turn was requested"
-        turn = self.turns
-        self._records[-1].append(self._pending, result)
-        self._pending = None
+    def append_turn(self, request: TurnRequest, result: TurnResult) -> Parsed:
+        turn = sum(record.turns for record in self._records)
+        self._records[-1].append_turn(request, result)
         parsed = self._chat.parse(
             result.token_ids_N.tolist(),
             self.tools,
@@ -213,18 +203,19 @@ class Conversation:
             inside=self._in_thinking,
         )
         self._in_thinking = parsed.inside
-        self.add_messages([message_of(parsed)])
+        self.note_messages([message_of(parsed)])
         return parsed
 
-    def append_messages(self, messages: Sequence[Message]) -> None:
-        """Append the messages that follow a turn, and tokenize all messages added since then."""
+    def continue_with(self, messages: Sequence[Message]) -> None:
+        """Append the messages that follow a turn, and tokenize all messages since then. A new
+        segment starts if the chat format can't extend the ids of the turn."""
         record, extended = self._records[-1], None
         unanswered = takewhile(lambda message: message["role"] != "assistant", reversed(self.view))
         if record.turns:
             new = [*reversed([*unanswered]), *messages]
             record.drop_extension()
             extended = self._chat.extend(record.ids, new, thinking=self.thinking)
-        self.add_messages(messages)
+        self.note_messages(messages)
         if extended is None:
             self._begin_segment()
         else:
@@ -235,14 +226,14 @@ class Conversation:
         because a new user message would end the thinking."""
         last = self.view[-1]
         if last["role"] != "tool":
-            self.append_messages([{"role": "user", "content": question}])
+            self.continue_with([{"role": "user", "content": question}])
             return
         result = {**last, "content": f"{last['content']}\n\n{question}"}
         self.view[-1] = result
         self.transcript = [result if message is last else message for message in self.transcript]
-        self.append_messages(())
+        self.continue_with(())
 
-    def add_messages(self, messages: Sequence[Message]) -> None:
+    def note_messages(self, messages: Sequence[Message]) -> None:
         self.view += messages
         self.transcript += messages
 
@@ -257,7 +248,6 @@ class Conversation:
         return segments_of(self._records)
 
     def _begin_segment(self) -> None:
-        self._pending = None
         self._in_thinking = False
         if self._records and not self._records[-1].turns:
             self._records.pop()

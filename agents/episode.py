@@ -1,6 +1,6 @@
 """Runs one episode: a policy acts in an environment until one of them ends it or a limit is
 reached. An episode is dropped, with a reason, if the environment is lost or cannot grade it. When a
-conversation fills its window, `ContextManager` shortens the context as in DeepSeek-V3.2 (2025),
+conversation fills its window, `ContextShortener` shortens the context as in DeepSeek-V3.2 (2025),
 section 4.4. The opening messages are always kept, and a tool call is kept or removed together with
 its results."""
 
@@ -109,7 +109,7 @@ class Episode:
     sample: Callable[[TurnRequest], Awaitable[TurnResult]]
     """Samples a turn on an engine. It must not raise ValueError, which would drop the episode."""
     budget: Budget
-    context: ContextManager
+    context: ContextShortener
     name: str
     sibling: int
     seed: int
@@ -218,9 +218,9 @@ class Episode:
                 reply = {**reply, "content": self.budget.truncate(reply["content"])}
             answers, reason = ([reply], None) if reply is not None else ([], "stop")
         if reason is not None:
-            conversation.add_messages(answers)
+            conversation.note_messages(answers)
         else:
-            conversation.append_messages(answers)
+            conversation.continue_with(answers)
         return reason
 
     async def _make_room(self, conversation: Conversation) -> FinishReason | None:
@@ -264,7 +264,7 @@ class Episode:
         self.usage = add_turn(self.usage, result, repeated=request.routes_from)
         if not len(result.token_ids_N):
             return "deadline"
-        parsed = conversation.append(result)
+        parsed = conversation.append_turn(request, result)
         if result.finish_reason == "deadline":
             return "deadline"
         if not parsed.closed and max_tokens is None:
@@ -331,7 +331,7 @@ class Rewrite:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContextManager:
+class ContextShortener:
     """Decides when and how to shorten a context. It is stateless."""
 
     method: _Method

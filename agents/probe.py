@@ -1,11 +1,9 @@
 """Tries an environment or an agent program before a run, so that problems surface before the
 engines start."""
 
-import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,7 @@ from keel.agents.endpoint.program import AgentProgram, DrivenEpisode
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.env_process.client import Hosted, fork_server_for
 from keel.agents.env_process.process import Program
-from keel.agents.episode import Budget, ContextManager
+from keel.agents.episode import Budget, ContextShortener
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.types import (
     Environment,
@@ -25,71 +23,51 @@ from keel.agents.types import (
     Unscored,
     WithSystemPrompt,
 )
-from keel.rl.turns import Chat, Message, ToolSpec, TurnRequest, TurnResult
-from keel.rl.types import ENVIRONMENT, Prompt, Verdict
+from keel.rl.turns import Chat, TurnRequest, TurnResult
+from keel.rl.types import ENVIRONMENT, Prompt
 
-_VERDICT_S = 20.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Probe:
-    messages: tuple[Message, ...]
-    tools: tuple[ToolSpec, ...]
-    opening_tokens: int | None
-    """Number of tokens in the first messages and the tools, or None if there is no chat format."""
-    seconds: float
-    fork_disabled_reason: str
-    parts: tuple[str, ...] | None
-    """Names of the `parts` in a verdict requested right after the opening, or None if there is no
-    verdict."""
+_SHOWN_TOOLS = 8
 
 
-async def probe(
+async def try_environment(
     program: Program | McpServer,
     *,
     task: Prompt,
     seed: int,
-    chat: Chat | None,
+    chat: Chat,
     window: int,
     thinking: bool,
     prompt: SystemPrompt = lambda _: "",
-) -> _Probe:
-    """Open an episode for `task`, request a verdict and close it again. A failed verdict is only
-    logged, because the environment may need a turn first. Raises ValueError if the environment
-    can't be opened, its tools are invalid, or its opening messages don't fit in the context
-    window."""
-    fork_server, disabled_reason = None, ""
-    if isinstance(program, Program):
-        name, where = program.target, f"interpreter {program.python}, "
-        fork_server = fork_server_for(program)
-        inner = Hosted(program, fork_server=fork_server)
-    else:
-        name, where = program.name, ""
-        inner = McpEpisode(program)
+) -> str:
+    """Open an episode for `task`, request a verdict and close it again. Returns a description of
+    the episode. It has a warning if there is no verdict, which the environment may give only after
+    a turn. Raises ValueError if the environment can't be opened, its tools are invalid, or its
+    opening messages don't fit in the context window."""
+    name = program.target if isinstance(program, Program) else program.name
+    fork_server = fork_server_for(program) if isinstance(program, Program) else None
+    inner = (
+        Hosted(program, fork_server=fork_server)
+        if isinstance(program, Program)
+        else McpEpisode(program)
+    )
     environment = WithSystemPrompt(inner, prompt)
-    verdict: Verdict | Unscored | None = None
     began = time.monotonic()
     try:
         opening = await environment.open(task, seed=seed)
         seconds = time.monotonic() - began
-        if inner.grades:
-            transcript = Transcript(messages=opening.messages, finish_reason="stop")
-            try:
-                async with asyncio.timeout(_VERDICT_S):
-                    verdict = await environment.verdict(transcript)
-            except TimeoutError:
-                verdict = Unscored(reason=f"it took more than {_VERDICT_S:g} s")
+        transcript = Transcript(messages=opening.messages, finish_reason="stop")
+        verdict = await environment.verdict(transcript)
     except EnvironmentLost as error:
+        python = f"interpreter {program.python}, " if isinstance(program, Program) else ""
         output = f". Its last words: {error.output}" if error.output else ""
         raise ValueError(
             f"environment {name} cannot be opened for task {task.prompt_id}: "
             f"{error.detail.removeprefix(f'{name}: ')} "
-            f"({where}folder {program.folder or Path.cwd()}){output}"
+            f"({python}folder {program.folder or Path.cwd()}){output}"
         ) from error
     finally:
         await environment.close()
         if fork_server is not None:
-            disabled_reason = fork_server.disabled_reason
             await fork_server.close()
     is_grader = task.reward.get("kind") == ENVIRONMENT
     problem = ""
@@ -107,31 +85,23 @@ async def probe(
         )
     if problem:
         raise ValueError(f"environment {name}: {problem}")
+    try:
+        tokens = _count_tokens(opening, chat, window, thinking)
+    except ValueError as error:
+        message = f"environment {name}: the opening of task {task.prompt_id} {error}"
+        raise ValueError(message) from error
+    tools = [tool.name for tool in opening.tools]
+    listed = ", ".join(tools[:_SHOWN_TOOLS]) or "none"
+    if len(tools) > _SHOWN_TOOLS:
+        listed += f" and {len(tools) - _SHOWN_TOOLS} more"
+    reason = fork_server.disabled_reason if fork_server is not None else ""
+    later = f", without forking: {reason}" if reason else ""
+    note = f"opens in {seconds:.1f} s{later}, with {tokens} tokens; tools: {listed}"
     if isinstance(verdict, Unscored):
-        problem = verdict.reason
-    elif verdict is not None and is_grader and "correct" not in verdict.parts:
-        problem = f"it has no part `correct`, and has {', '.join(verdict.parts) or 'none'}"
-    if problem:
-        logging.getLogger(__name__).warning(
-            "environment %s: no verdict right after the opening of task %s: %s. Trajectories "
-            "without a verdict are dropped. Fix `verdict`, unless it needs a turn first",
-            *(name, task.prompt_id, problem),
-        )
-    tokens = None
-    if chat is not None:
-        try:
-            tokens = _count_tokens(opening, chat, window, thinking)
-        except ValueError as error:
-            message = f"environment {name}: the opening of task {task.prompt_id} {error}"
-            raise ValueError(message) from error
-    return _Probe(
-        messages=opening.messages,
-        tools=opening.tools,
-        opening_tokens=tokens,
-        seconds=seconds,
-        fork_disabled_reason=disabled_reason,
-        parts=tuple(verdict.parts) if isinstance(verdict, Verdict) else None,
-    )
+        note += f". WARNING: no verdict right after the opening: {verdict.reason}"
+    elif is_grader and "correct" not in verdict.parts:
+        note += f". WARNING: its verdict has no part `correct`, only {list(verdict.parts)}"
+    return note
 
 
 def _count_tokens(opening: Opening, chat: Chat, window: int, thinking: bool) -> int:
@@ -194,35 +164,32 @@ async def try_program(
             chat=chat,
             sample=sample,
             budget=replace(budget, turns=turns, timeout_s=timeout_s),
-            context=ContextManager(method="none", window=budget.window, most=0),
+            context=ContextShortener(method="none", window=budget.window, most=0),
             name="keel check",
             sibling=0,
             seed=seed,
             environment_seed=seed,
         )
         outcome = await episode.run()
-    ended, recorder = episode.ended, episode.recorder
+    ended = episode.ended
     failed = ended.failed if ended is not None else ""
-    limit = "stop" if isinstance(outcome, str) else outcome.finish_reason
     if not contexts:
         limits = f"open_s = {program.open_s:g} s and agents.window = {budget.window} tokens"
         cure = f"It must ask the policy at OPENAI_BASE_URL within {limits}"
         raise ValueError(f"task {task.prompt_id}: {outcome}. {cure}")
     if isinstance(outcome, str) and not failed:
         raise ValueError(f"task {task.prompt_id}: {outcome}")
-    if not failed:
-        summary = "ended well"
-    elif limit not in ("stop", "crash"):
-        summary = f"was stopped there ({limit})"
-    else:
-        assert ended is not None
+    summary = "ended well"
+    if not isinstance(outcome, str) and outcome.finish_reason not in ("stop", "crash"):
+        summary = f"was stopped there ({outcome.finish_reason})"
+    elif ended is not None and failed:
         effect = "is dropped" if program.drop_failures else "counts as a failure, reward 0"
         summary = (
             f"WARNING: it {failed} after the model had answered {_SCRIPTED_TEXT!r}. In training, a "
             f"failure {effect} (on_failure). Its last words: {ended.output[-_MAX_OUTPUT:]}"
         )
-        if recorder is not None and recorder.last_refusal:
-            summary += f". The endpoint refused a request: {recorder.last_refusal}"
+        if episode.recorder is not None and episode.recorder.last_refusal:
+            summary += f". The endpoint refused a request: {episode.recorder.last_refusal}"
     return (
         f"asked a model by script for {len(contexts)} turns, the first after {contexts[0]} tokens, "
         f"and {summary} ({time.monotonic() - began:.1f} s)"

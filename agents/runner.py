@@ -16,7 +16,7 @@ from typing import get_args
 
 from keel.agents.endpoint.program import AgentProgram, DrivenEpisode
 from keel.agents.endpoint.server import Endpoint
-from keel.agents.episode import Budget, ContextManager, Episode
+from keel.agents.episode import Budget, ContextShortener, Episode
 from keel.agents.types import Environment, NodeLost
 from keel.rl.turns import Chat, TurnRequest, TurnResult, conversation_of, seed_of
 from keel.rl.types import Group, Prompt, Purpose, Trajectory
@@ -44,7 +44,7 @@ class EpisodeKind:
     environment: Callable[[], Environment]
     chat: Chat
     budget: Budget
-    context: ContextManager
+    context: ContextShortener
     program: AgentProgram | None = None
     crash_is_failure: Collection[str] = ()
 
@@ -108,7 +108,7 @@ class EpisodeRunner:
         group = self._group(prompt, group_size, purpose, version, draw)
         return asyncio.run_coroutine_threadsafe(group, self._loop)
 
-    def updating(self, version: int) -> None:
+    def set_version(self, version: int) -> None:
         """Set the weight version. It determines the sampling seeds of later groups."""
         with self._gate:
             if version != self._version:

@@ -30,7 +30,7 @@ import ray
 import torch
 
 from benchmarks.common import arguments, run_facts
-from keel.agents.episode import Budget, ContextManager
+from keel.agents.episode import Budget, ContextShortener
 from keel.agents.runner import EpisodeKind, EpisodeRunner
 from keel.agents.types import Opening, ToolResult, Transcript
 from keel.configs.schema import RolloutConfig, SamplingConfig, TinyModelConfig
@@ -249,7 +249,7 @@ def main() -> None:
                 tokens=TURNS * TURN_TOKENS,
                 window=CONTEXT,
             ),
-            context=ContextManager(method="none", window=CONTEXT, most=0),
+            context=ContextShortener(method="none", window=CONTEXT, most=0),
         )
         runner = EpisodeRunner(
             {"look": kind},

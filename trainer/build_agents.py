@@ -14,9 +14,9 @@ from keel.agents.endpoint.program import AgentProgram, resolve_command
 from keel.agents.env_process.client import Hosted, fork_server_for
 from keel.agents.env_process.process import KEEL, Deadlines, EnvSandbox, Program
 from keel.agents.environments.interpreter import CELL_S, ENDING_S, split_call_time
-from keel.agents.episode import POLICY_PHASES, Budget, ContextManager
+from keel.agents.episode import POLICY_PHASES, Budget, ContextShortener
 from keel.agents.mcp_client import McpEpisode, McpServer
-from keel.agents.probe import probe, try_program
+from keel.agents.probe import try_environment, try_program
 from keel.agents.runner import (
     PURPOSES,
     EpisodeKind,
@@ -33,15 +33,12 @@ from keel.configs.system_prompts import system_prompt
 from keel.data.dataset import Dataset
 from keel.data.rows import cached_places
 from keel.model.tiny.cold_start import demonstrator
-from keel.rewards.compose import unknown_parts
 from keel.rewards.sandbox.environments import Network, environment_wrap, find_runtime
 from keel.rl.turns import Chat
 from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.template_checks import check_calls_in_thinking, check_prefix_law, ends_of
 
-_SHOWN_TOOLS = 8
-"""Maximum number of tools listed in the notes that are printed before a run."""
 _CRASHES = {"drop": (), "zero": POLICY_PHASES, "zero-in-grading-too": (*POLICY_PHASES, "verdict")}
 """Maps each value of `on_crash` to the phases in which a crash is blamed on the policy."""
 MAX_STARTING = 8
@@ -82,14 +79,14 @@ def check_environments(
     that the chat format can extend a conversation that uses the environment's tools. Raises
     ConfigError if a check fails."""
     notes: dict[str, str] = {}
-    if config.with_agents:
-        try:
-            driven = any(source.environment.program for source in config.data.sources)
-            raise_file_limit(len(PURPOSES) * config.agents.max_concurrent_episodes, programs=driven)
-        except ValueError as error:
-            raise ConfigError(
-                f"agents.max_concurrent_episodes = {config.agents.max_concurrent_episodes}: {error}"
-            ) from error
+    if chat is None:
+        return notes
+    most_open = config.agents.max_concurrent_episodes
+    try:
+        driven = any(source.environment.program for source in config.data.sources)
+        raise_file_limit(len(PURPOSES) * most_open, programs=driven)
+    except ValueError as error:
+        raise ConfigError(f"agents.max_concurrent_episodes = {most_open}: {error}") from error
     for source in config.data.sources:
         if not source.environment.enabled:
             continue
@@ -106,7 +103,7 @@ def check_environments(
             raise
         except ValueError as error:
             raise _invalid(source, error) from error
-    if chat is not None and chat.tool_modes:
+    if chat.tool_modes:
         try:
             check_prefix_law(chat, modes=sorted(chat.tool_modes))
         except ValueError as error:
@@ -115,37 +112,21 @@ def check_environments(
 
 
 async def _try_source(
-    config: Config, source: SourceConfig, task: Prompt, chat: TemplateChat | None
+    config: Config, source: SourceConfig, task: Prompt, chat: TemplateChat
 ) -> dict[str, str]:
     notes: dict[str, str] = {}
-    seed, limits = environment_seed(config.run.seed, task), config.budget(source.domain_name)
+    seed = environment_seed(config.run.seed, task)
     if (spec := environment_spec(config, source)) is not None:
-        trial = await probe(
+        notes[f"{source.name}, its environment"] = await try_environment(
             spec,
             task=task,
             seed=seed,
             chat=chat,
-            window=limits.window,
+            window=config.budget(source.domain_name).window,
             thinking=source.thinking,
             prompt=_system_prompt_of(config, source),
         )
-        names = [tool.name for tool in trial.tools]
-        shown = ", ".join(names[:_SHOWN_TOOLS]) or "none"
-        more = f" and {len(names) - _SHOWN_TOOLS} more" if len(names) > _SHOWN_TOOLS else ""
-        reason = trial.fork_disabled_reason
-        later = f", without forking: {reason}" if reason else ""
-        note = f"opens in {trial.seconds:.1f} s{later}, with {trial.opening_tokens} tokens; "
-        note += f"tools: {shown}{more}"
-        if (room := limits.window - (trial.opening_tokens or 0)) < limits.max_tokens:
-            note += (
-                f". WARNING: that leaves {room} tokens of the window of {limits.window} "
-                f"(agents.window), and a turn may take {limits.max_tokens}"
-            )
-        if trial.parts is not None and (odd := unknown_parts(source.rewards, trial.parts)):
-            note += f". WARNING: {odd}"
-        notes[f"{source.name}, its environment"] = note
     if (driver := _agent_program(config, source)) is not None:
-        assert chat is not None
         notes[f"{source.name}, its program"] = await try_program(
             driver,
             environment_factory(config, source)(),
@@ -239,7 +220,7 @@ def episode_runner(
             chat=own_chat,
             environment=factory,
             budget=budget(config, source),
-            context=ContextManager(
+            context=ContextShortener(
                 method=agents.context,
                 window=config.budget(source.domain_name).window,
                 most=agents.max_rewrites,

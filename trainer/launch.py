@@ -79,7 +79,7 @@ class Runtime:
     @cached_property
     def weights(self) -> WeightSync:
         sync = partial(WeightSync, self.learner, self.pool, self.learner.direct)
-        return sync(self.agents.updating) if self.agents is not None else sync()
+        return sync(self.agents.set_version) if self.agents is not None else sync()
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int = 0) -> Future[Group]:
         """Sample a group of `size` completions, or use the recipe's group size if `size` is 0."""

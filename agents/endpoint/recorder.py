@@ -302,7 +302,7 @@ class TrajectoryRecorder:
             raise budget_error(self._budget, "deadline")
         record.extend(ids)
         try:
-            record.append(request, result)
+            record.append_turn(request, result)
         except ValueError as error:
             raise _engine_failed(str(error)) from error
         return result

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from keel.agents.episode import Budget, ContextManager, Episode
+from keel.agents.episode import Budget, ContextShortener, Episode
 from keel.agents.types import (
     Environment,
     EnvironmentLost,
@@ -181,7 +181,7 @@ TASK = Prompt(
     thinking=False,
 )
 BUDGET = Budget(turns=8, turn_tokens=64, tokens=400, window=600)
-NO_CONTEXT = ContextManager(method="none", window=600, most=0)
+NO_CONTEXT = ContextShortener(method="none", window=600, most=0)
 
 
 def play(
@@ -189,7 +189,7 @@ def play(
     environment: Environment,
     *,
     budget: Budget = BUDGET,
-    context: ContextManager = NO_CONTEXT,
+    context: ContextShortener = NO_CONTEXT,
     thinking: bool = False,
     form: TemplateChat | None = None,
     crash_is_failure: Collection[str] = (),

@@ -26,7 +26,8 @@ def conversation_of(*, thinking: bool = False, tools: Any = ()) -> Conversation:
 
 
 def take_turn(conversation: Conversation, policy: Policy) -> None:
-    conversation.append(policy.say(conversation.request(max_tokens=99, seed=1)))
+    request = conversation.request(max_tokens=99, seed=1)
+    conversation.append_turn(request, policy.say(request))
 
 
 TURNS = st.lists(
@@ -48,14 +49,13 @@ def test_tokens_are_trained_once_with_their_rows(
         if then == "rewrite":
             conversation.rewrite([USER], added=[USER])
         else:
-            conversation.append_messages([USER] * messages)
+            conversation.continue_with([USER] * messages)
             assert thinking or list(conversation.ids)[: len(before)] == before
     policy.silent = silent  # the last turn may have no time to sample a token
     take_turn(conversation, policy)
     check_law(policy, conversation.segments())
     assert conversation.sampled_tokens == len(policy.numbers)
-    assert conversation.turns == len(turns) + 1
-    assert conversation.forks >= sum(then == "rewrite" for _, then in turns)
+    assert len(conversation._records) > sum(then == "rewrite" for _, then in turns)
 
 
 @pytest.mark.parametrize("stored_bytes", [None, 1, 10**9])
@@ -79,7 +79,7 @@ def test_incomplete_turn_is_refused(
         monkeypatch.setattr(worker, "STORED_BYTES", stored_bytes)
         result = detach(request, result)[0]
     with pytest.raises(ValueError, match=next(iter(change))):
-        conversation.append(result)
+        conversation.append_turn(request, result)
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -88,14 +88,14 @@ def test_question_after_a_result_is_rendered_with_it(restarted: bool) -> None:
     result: Message = {"role": "tool", "content": "3", "tool_call_id": "call_0_0", "name": "add"}
     conversation, policy = conversation_of(tools=(ADD,)), Policy(["@add 1, 2"])
     take_turn(conversation, policy)
-    conversation.append_messages([result])
+    conversation.continue_with([result])
     if restarted:
         conversation.rewrite(conversation.view)
-    conversation.append_messages([question])
+    conversation.continue_with([question])
     expected = CHAT.opening(conversation.view, (ADD,), thinking=False)
     assert list(conversation.ids) == expected, CHAT.decode(conversation.ids)
     assert conversation.view[-2:] == conversation.transcript[-2:] == [result, question]
-    assert conversation.forks == restarted
+    assert len(conversation._records) == 1 + restarted
 
 
 def test_asking_keeps_the_thoughts_in_the_context() -> None:
@@ -103,9 +103,9 @@ def test_asking_keeps_the_thoughts_in_the_context() -> None:
     conversation = conversation_of(thinking=True, tools=(ADD,))
     take_turn(conversation, Policy(["<think>\nLet me add.\n</think>@add 1, 2"]))
     before = list(conversation.ids)
-    conversation.append_messages([result])
+    conversation.continue_with([result])
     conversation.ask("So far?")
-    assert conversation.forks == 0 and list(conversation.ids[: len(before)]) == before
+    assert list(conversation.ids[: len(before)]) == before
     assert "Let me add." in (text := CHAT.decode(conversation.ids))
     assert text.count("3\n\nSo far?") == 1 and text.count("So far?") == 1
     assert conversation.transcript == conversation.view

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.agents.episode import ContextManager, Rewrite, _Method
+from keel.agents.episode import ContextShortener, Rewrite, _Method
 from keel.agents.runner import EpisodeKind, EpisodeRunner
 from keel.agents.types import NodeLost, ToolResult, Unscored
 from keel.model.tiny.tokenizer import build_tokenizer
@@ -150,7 +150,7 @@ def test_full_context_is_rewritten(method: _Method, window: int) -> None:
         return "42" if turn >= turns else f"@add {turn % 50}, 2"
 
     policy, sums = Policy(script), Sums(words=4)
-    context = ContextManager(method=method, window=window, most=9, summary_tokens=window // 3)
+    context = ContextShortener(method=method, window=window, most=9, summary_tokens=window // 3)
     budget = replace(BUDGET, turns=turns + 9, tokens=10_000, window=window)
     trajectory = completed(play(policy, sums, budget=budget, context=context))
     assert trajectory.finish_reason == "stop" and len(trajectory.segments) > 1
@@ -226,7 +226,7 @@ def test_repeated_prompt_draws_new_reproducible_seeds() -> None:
                 draws.append({r.seed for r in policy.requests})
                 policy.requests.clear()
                 if update:
-                    runner.updating(3)
+                    runner.set_version(3)
         return draws
 
     first, second = seeds(update=False)
@@ -241,11 +241,11 @@ def test_resumed_run_sends_the_same_requests() -> None:
         policy, factory = Policy(["@add 40, 2", "42"]), Factory()
         with running(policy, factory) as runner:
             for version in versions:
-                runner.updating(version)
+                runner.set_version(version)
                 runner.submit(TASK, group_size=2, purpose="train").result(PATIENCE_S)
             policy.requests.clear()
             factory.made.clear()
-            runner.updating(3)
+            runner.set_version(3)
             for prompt in prompts:
                 runner.submit(prompt, group_size=2, purpose="train").result(PATIENCE_S)
         tasks = sorted(environment.log[0] for environment in factory.made)
@@ -330,8 +330,8 @@ def talk(number: int) -> list[Message]:
     ]
 
 
-def manager(method: Any, **options: Any) -> ContextManager:
-    return ContextManager(
+def manager(method: Any, **options: Any) -> ContextShortener:
+    return ContextShortener(
         **{"method": method, "window": 100, "most": 3, "summary_tokens": 10} | options
     )
 

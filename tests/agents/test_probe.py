@@ -1,5 +1,6 @@
 """Faults of an environment are reported before a run, with how to fix them."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,35 +8,32 @@ import pytest
 
 from keel.agents.env_process.process import Program
 from keel.agents.mcp_client import McpServer
-from keel.agents.probe import probe
-from keel.rl.turns import Chat
+from keel.agents.probe import try_environment
 from tests.agents.episodes import PATIENT, TASK, program, run
 from tests.rollout.chat.families import chat_of
 
 pytestmark = pytest.mark.e2e
 
 
-def probed(
-    spec: Program | McpServer, chat: Chat | None = None, window: int = 4096, task: Any = TASK
-) -> Any:
-    return run(probe(spec, task=task, seed=3, chat=chat, window=window, thinking=True))
+CHAT = chat_of("qwen3")
 
 
-def complaint(spec: Program | McpServer, chat: Any = None, **settings: Any) -> str:
+def tried(spec: Program | McpServer, window: int = 4096, task: Any = TASK) -> str:
+    work = try_environment(spec, task=task, seed=3, chat=CHAT, window=window, thinking=True)
+    return run(work)
+
+
+def complaint(spec: Program | McpServer, **settings: Any) -> str:
     with pytest.raises(ValueError) as caught:
-        probed(spec, chat, **settings)
+        tried(spec, **settings)
     return str(caught.value)
 
 
 def test_opening_is_counted_against_the_window() -> None:
-    chat = chat_of("qwen3")
-    result = probed(program(), chat)
-    assert result.messages[-1]["role"] == "user" and "buy" in [tool.name for tool in result.tools]
-    tokens = len(chat.opening(result.messages, result.tools, thinking=True))
-    assert result.opening_tokens == tokens and result.seconds > 0
-    assert probed(program(), chat, window=tokens + 1).opening_tokens == tokens
-    assert "agents.window" in complaint(program(), chat, window=tokens)
-    assert probed(program()).opening_tokens is None
+    note = tried(program())
+    tokens = int(re.search(r"with (\d+) tokens; tools: .*buy", note)[1])
+    assert tried(program(), window=tokens + 1)
+    assert "agents.window" in complaint(program(), window=tokens)
 
 
 SOURCES = {

@@ -76,11 +76,11 @@ def test_turns_are_joined_when_they_are_loaded(
     for turn in range(4):
         monkeypatch.setattr(worker, "STORED_BYTES", 1 if turn in stored else 10**9)
         request = conversation.request(max_tokens=99, seed=1)
-        conversation.append(put(policy.say(request), request, store))
+        conversation.append_turn(request, put(policy.say(request), request, store))
         if turn == 1:
             conversation.rewrite([USER], added=[USER])
         elif turn < 3:
-            conversation.append_messages([USER])
+            conversation.continue_with([USER])
     segments = conversation.segments()
     assert len(segments) == 2 and all(segment.routes_TLK is None for segment in segments)
     loaded: list[Any] = [segment.loaded(store) for segment in segments]

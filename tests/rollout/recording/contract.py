@@ -97,7 +97,7 @@ class Conversations:
     def take(self, results: Sequence[TurnResult]) -> None:
         asked = self.asked[-len(self.records) :]
         for record, request, result in zip(self.records, asked, results, strict=True):
-            record.append(request, result)
+            record.append_turn(request, result)
             record.extend([*record.ids, *self.words(int(self.draw.integers(1, 10)))])
         self.results += results
 
