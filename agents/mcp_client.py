@@ -2,18 +2,17 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from keel.agents.env_process.process import (
     MAX_MESSAGE_BYTES,
     ChildProcess,
     Deadlines,
-    EnvSandbox,
+    ProcessSettings,
     launch,
     with_deadline,
 )
@@ -24,22 +23,16 @@ from keel.rl.types import Prompt, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class McpServer:
+class McpServer(ProcessSettings):
     command: Sequence[str] = ()
     """The command that starts the server of an episode. `{seed}` is replaced by the seed."""
     url: str = ""
-    folder: Path | None = None
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
-    readable: Sequence[Path] = ()
-    """Paths that the server may read in a sandbox, besides `folder` and its interpreter."""
     deadlines: Deadlines = field(default_factory=Deadlines)
-    wrap: EnvSandbox | None = None
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
             raise ValueError("MCP server: set either command or url")
-        if self.folder is not None and not self.folder.is_dir():
-            raise ValueError(f"MCP server {self.name}: folder {self.folder} does not exist")
+        ProcessSettings.__post_init__(self)
         if find_spec("mcp") is None:
             raise ValueError("MCP server: the package is missing; pip install 'mcp>=2,<3'")
 
@@ -73,10 +66,9 @@ class McpEpisode:
             if server.command:
                 self._process = await launch(
                     [word.replace("{seed}", str(seed)) for word in server.command],
-                    env={"PYTHONHASHSEED": str(seed % 2**32), **server.env},
-                    folder=server.folder,
-                    wrap=server.wrap,
-                    readable=(*([server.folder] if server.folder else ()), *server.readable),
+                    server,
+                    env={"PYTHONHASHSEED": str(seed % 2**32)},
+                    readable=[server.folder] if server.folder else (),
                 ).connect()
                 transport = self._streams(self._process)
             try:

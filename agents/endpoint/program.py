@@ -21,7 +21,7 @@ from keel.agents.env_process.process import (
     READABLE,
     START,
     ChildProcess,
-    EnvSandbox,
+    ProcessSettings,
     encode_line,
     launch,
 )
@@ -38,7 +38,7 @@ _FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_][\w.]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentProgram:
+class AgentProgram(ProcessSettings):
     """Settings for running an agent program, shared by all trajectories."""
 
     command: Sequence[str]
@@ -46,13 +46,7 @@ class AgentProgram:
     path of a file that contains it."""
     open_s: float = 60.0
     python: str = sys.executable
-    folder: Path | None = None
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
     memory_mib: int | None = None
-    wrap: EnvSandbox | None = None
-    """Wraps the command in a sandbox that still allows sockets."""
-    readable: Sequence[Path] = ()
-    """Paths that the program needs to read in a sandbox, such as its interpreter and packages."""
     tells_reward: bool = False
     """Include the inputs of the reward, such as the right answer, in KEEL_TASK. The policy may be
     able to read them there."""
@@ -63,10 +57,9 @@ class AgentProgram:
     """Use the verdict that the program writes. A policy that can run commands could forge it."""
 
     def __post_init__(self) -> None:
+        ProcessSettings.__post_init__(self)
         if reserved := [name for name in self.env if name in _RESERVED_ENV]:
             raise ValueError(f"agent program: env must not set {reserved[0]}, which Keel sets")
-        if self.folder is not None and not self.folder.is_dir():
-            raise ValueError(f"agent program {self.name}: folder {self.folder} does not exist")
 
     @property
     def is_function(self) -> bool:
@@ -81,7 +74,7 @@ def resolve_command(program: str, *, python: str, folder: Path) -> list[str]:
     """Resolve a recipe's `program` to a command line. Commands are looked up in `folder`, next to
     `python` and on the PATH. Functions are given as `module:function`."""
     if _FUNCTION.fullmatch(program):
-        return [python, str(START), "call", program]
+        return [python, str(START), "episode:call_function", program]
     first, *rest = shlex.split(program)
     scripts = Path(shutil.which(python) or python).parent
     path = os.pathsep.join([str(folder), str(scripts), os.environ.get("PATH", os.defpath)])
@@ -116,7 +109,6 @@ async def run_program(
     """Run a program until it exits or `until` returns a reason to stop it, then kill all of its
     processes. The result is the JSON in the file KEEL_VERDICT or in the program's last line of
     output."""
-    folder = program.folder or Path.cwd()
     reward = {"reward": dict(task.reward)} if program.tells_reward else {}
     prompts = [message["content"] for message in task.messages if message["role"] == "user"]
     process: ChildProcess | None = None
@@ -124,11 +116,10 @@ async def run_program(
     reply: dict[str, Any] = {}
     try:
         process = await launch(
-            [program.python, str(START), "drive"],
+            [program.python, str(START), "drive:main"],
+            program,
             env={},
-            folder=folder,
-            wrap=program.wrap,
-            readable=(*READABLE, folder, address.socket, *program.readable),
+            readable=(*READABLE, program.folder or Path.cwd(), address.socket),
         ).connect()
         request = {
             "command": list(program.command),

@@ -106,10 +106,9 @@ class Hosted:
             self._process = await self._fork_server.fork()
         if self._process is None:
             self._process = await launch(
-                [program.python, str(START)],
-                env={**BASE_ENV, **program.env},
-                folder=program.where,
-                wrap=program.wrap,
+                [program.python, str(START), "episode:serve_channel"],
+                program,
+                env=BASE_ENV,
                 readable=program.needed,
             ).connect()
 
@@ -327,12 +326,11 @@ class ForkServer:
     async def _start(self) -> None:
         program = self._program
         self._process = process = launch(
-            [program.python, str(START), "fork-server"],
-            socket.SOCK_SEQPACKET,
-            env={**BASE_ENV, **program.env},
-            folder=program.where,
-            wrap=program.wrap and program.wrap.parent,
+            [program.python, str(START), "fork_server:main"],
+            program,
+            env=BASE_ENV,
             readable=program.needed,
+            forks=True,
         )
         openenv = program.kind in ("auto", "openenv")
         load = {

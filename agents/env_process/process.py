@@ -278,19 +278,39 @@ def open_channel(
         undo.pop_all()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSettings:
+    """How the processes of an environment or an agent program run."""
+
+    folder: Path | None = None
+    """Working directory, which is also the first folder that is searched for modules. None means
+    the current directory."""
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    readable: Sequence[Path] = ()
+    """Paths that the process may read in a sandbox, besides its folder and interpreter."""
+    wrap: EnvSandbox | None = None
+
+    def __post_init__(self) -> None:
+        if self.folder is not None and not self.folder.is_dir():
+            raise ValueError(f"folder {self.folder} does not exist")
+
+
 def launch(
     command: Sequence[str],
-    kind: socket.SocketKind = socket.SOCK_STREAM,
+    settings: ProcessSettings,
     *,
     env: Mapping[str, str],
-    folder: Path | None,
-    wrap: Callable[..., AbstractContextManager[LaunchedSandbox]] | None = None,
     readable: Sequence[Path] = (),
+    forks: bool = False,
 ) -> ChildProcess:
-    """Start a process that exchanges messages over its standard input and output. Without a
-    sandbox, it gets a temporary folder of its own. Raises EnvironmentLost if the program can't be
-    run, and OSError if this process has run out of file descriptors."""
+    """Start a process that exchanges messages over its standard input and output. With `forks`, it
+    is a fork server. Without a sandbox, it gets a temporary folder of its own. Raises
+    EnvironmentLost if the program can't be run, and OSError if this process has run out of file
+    descriptors."""
     inherited = {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
+    kind = socket.SOCK_SEQPACKET if forks else socket.SOCK_STREAM
+    wrap = settings.wrap and (settings.wrap.parent if forks else settings.wrap)
+    readable = (*readable, *settings.readable)
     with (
         open_channel(kind, private=wrap is None) as (ours, theirs, stderr, write_end, scratch),
         ExitStack() as undo,
@@ -303,8 +323,8 @@ def launch(
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     stderr=write_end,
-                    env={**inherited, **(sandbox.env if sandbox else base), **env},
-                    cwd=folder,
+                    env={**inherited, **(sandbox.env if sandbox else base), **env, **settings.env},
+                    cwd=settings.folder,
                     pass_fds=sandbox.pass_fds if sandbox else (),
                     start_new_session=True,
                 )
@@ -390,7 +410,7 @@ class Deadlines:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class Program(ProcessSettings):
     """Settings for running an environment, shared by all episodes."""
 
     target: str
@@ -406,27 +426,19 @@ class Program:
     python: str = sys.executable
     """Python interpreter (3.9 or later) for the environment. It does not need to have Keel
     installed."""
-    folder: Path | None = None
-    """Working directory, which is also the first folder that is searched for modules. None means
-    the current directory."""
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
     preload: bool = True
     """Import the module once and fork a process for each episode, if this is safe."""
     memory_mib: int | None = 4096
-    readable: Sequence[Path] = ()
-    """Paths that the environment may read in a sandbox, besides `folder` and its interpreter."""
     deadlines: Deadlines = field(default_factory=Deadlines)
-    wrap: EnvSandbox | None = None
 
     def __post_init__(self) -> None:
+        ProcessSettings.__post_init__(self)
         if not self.target or self.target.startswith(":"):
-            raise ValueError(f"environment: target = {self.target!r}; write module:name")
-        if self.folder is not None and not self.folder.is_dir():
-            raise ValueError(f"environment {self.target}: folder {self.folder} does not exist")
+            raise ValueError(f"target = {self.target!r}; write module:name")
         try:
             encode_line(self.arguments)
         except ValueError as error:
-            raise ValueError(f"environment {self.target}: arguments: {error}") from error
+            raise ValueError(f"arguments: {error}") from error
 
     @property
     def where(self) -> Path:
@@ -434,6 +446,7 @@ class Program:
 
     @property
     def needed(self) -> tuple[Path, ...]:
+        """Paths that the program must be able to read in a sandbox."""
         file = self.where / self.target.partition(":")[0]
         files = [file] if file.name.endswith(".py") and file.is_file() else []
-        return (*READABLE, self.where, *files, *self.readable)
+        return (*READABLE, self.where, *files)

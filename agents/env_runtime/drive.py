@@ -1,4 +1,4 @@
-"""Runs an agent program and reports how it ended. It is started as `python start.py drive` and
+"""Runs an agent program and reports how it ended. It is started as `python start.py drive:main` and
 supports Python 3.9 or later.
 
 The request is one line of JSON on standard input, and the result is one line on standard output.

@@ -22,7 +22,7 @@ from keel.agents.env_runtime.games import (
     is_address,
     is_openenv,
 )
-from keel.agents.env_runtime.processes import limit_memory
+from keel.agents.env_runtime.processes import limit_memory, protect_process
 from keel.agents.env_runtime.tool_objects import (
     EnvironmentGone,
     InvalidEnvironment,
@@ -110,6 +110,11 @@ class _Episode:
             return {"text": text, "failed": True, "done": done}
 
 
+def serve_channel() -> None:
+    protect_process()
+    serve(*take_channel())
+
+
 def serve(requests: Any, replies: Any) -> None:
     """Serve one episode. After `close`, wait to be killed instead of exiting, so that this
     process's descendants can still be found."""
@@ -127,15 +132,13 @@ def serve(requests: Any, replies: Any) -> None:
         replies.flush()
 
 
-def call_function(target: str) -> None:
+def call_function() -> None:
     """Run an agent program that is a function, given as `module:function` or `file.py:function`.
     The function can take the parameters `task`, `prompt` (the last user message) and `seed`. Its
     result is written to KEEL_VERDICT: a string is the answer, a number or a dict of numbers is the
     verdict, and a pair `(verdict, facts)` is a verdict with additional facts."""
     sys.path.insert(0, os.getcwd())
-    function = load_object(target)
-    if not callable(function):
-        raise InvalidEnvironment(f"{target} is not a function")
+    target = sys.argv[2]
     with open(os.environ["KEEL_TASK_FILE"], encoding="utf-8") as file:
         task = json.load(file)
     prompts = [m["content"] for m in task["messages"] if m["role"] == "user"]
@@ -144,7 +147,12 @@ def call_function(target: str) -> None:
         "prompt": prompts[-1] if prompts else task["messages"][-1]["content"],
         "seed": int(os.environ["KEEL_SEED"]),
     }
-    result = await_result(function(**bind_arguments(target, function, values)))
+    try:
+        function = load_object(target)
+        arguments = bind_arguments(target, function, values)
+    except InvalidEnvironment as error:
+        sys.exit(str(error))
+    result = await_result(function(**arguments))
     if result is None:
         return
     parts, facts = cast("Any", result if isinstance(result, tuple) else (result, {}))

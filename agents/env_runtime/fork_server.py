@@ -1,6 +1,6 @@
 """Imports an environment once and forks a process for each episode.
 
-This program is started as `python start.py fork-server`. It needs Linux and Python 3.9 or later.
+It is started as `python start.py fork_server:main` and needs Linux and Python 3.9 or later.
 
 Standard input is a socket (SOCK_SEQPACKET) that carries JSON messages, one at a time:
 

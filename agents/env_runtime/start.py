@@ -1,4 +1,5 @@
-"""Entry point of an episode's process, `python start.py`. It supports Python 3.9 or later.
+"""Entry point of all processes, `python start.py episode:serve_channel`. It supports Python 3.9 or
+later.
 
 Messages are JSON lines on the original standard input and output. The environment's prints go to
 standard error.
@@ -18,8 +19,8 @@ standard error.
 Instead of "is", a reply may have "refused" (why the target is not an environment, and how to fix
 it), "raised" with "at" (an exception in the environment's own code), or "memory".
 
-There are three other modes. `fork-server` runs fork_server.py, `drive` runs drive.py, and `call
-module:function` runs an agent program that is a function.
+The argument names the function to run: `episode:serve_channel`, `episode:call_function` (an agent
+program that is a function), `fork_server:main` or `drive:main`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _HERE, _, _ = __file__.rpartition("/")
 if sys.path and os.path.realpath(sys.path[0]) == os.path.realpath(_HERE):
     del sys.path[0]  # files in this folder are not the environment's modules
 
+import importlib
 import importlib.util
 
 if "keel" not in sys.modules:  # this interpreter need not have Keel installed
@@ -42,32 +44,6 @@ if "keel" not in sys.modules:  # this interpreter need not have Keel installed
     sys.modules["keel"] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules["keel"])
 
-# ruff: noqa: PLC0415 (each mode has its own imports)
-
-
-def main() -> None:
-    mode = sys.argv[1] if len(sys.argv) > 1 else ""
-    if mode == "fork-server":
-        from keel.agents.env_runtime.fork_server import main as run_fork_server
-
-        return run_fork_server()
-    if mode == "drive":
-        from keel.agents.env_runtime.drive import main as drive
-
-        return drive()
-    from keel.agents.env_runtime import episode
-    from keel.agents.env_runtime.processes import protect_process
-
-    if mode == "call":
-        from keel.agents.env_runtime.tool_objects import InvalidEnvironment
-
-        try:
-            return episode.call_function(sys.argv[2])
-        except InvalidEnvironment as error:
-            sys.exit(str(error))
-    protect_process()
-    episode.serve(*episode.take_channel())
-
-
 if __name__ == "__main__":
-    main()
+    _module, _, _function = sys.argv[1].partition(":")
+    getattr(importlib.import_module(f"keel.agents.env_runtime.{_module}"), _function)()
