@@ -188,25 +188,17 @@ class McpEpisode:
                     except (EOFError, OSError, ValueError) as error:
                         self._wire_fault = "large" if isinstance(error, ValueError) else "exit"
                         return
-                    if isinstance(message, str):
-                        continue  # many servers print a greeting to standard output
-                    try:
-                        parsed = SessionMessage(jsonrpc_message_adapter.validate_python(message))
-                    except ValueError as error:
-                        parsed = error
-                    with suppress(anyio.BrokenResourceError):
-                        await to_client.send(parsed)
+                    # Many servers print a greeting to standard output.
+                    with suppress(ValueError, anyio.BrokenResourceError):
+                        parsed = jsonrpc_message_adapter.validate_python(message)
+                        await to_client.send(SessionMessage(parsed))
 
         async def send() -> None:
             async with from_client:
                 async for one in from_client:
                     text = one.message.model_dump_json(by_alias=True, exclude_unset=True)
-                    try:
+                    with suppress(OSError):  # `receive` reports it
                         await process.send(text.encode() + b"\n")
-                    except OSError:
-                        self._wire_fault = self._wire_fault or "exit"
-                        to_client.close()
-                        return
 
         async with anyio.create_task_group() as group:
             group.start_soon(receive)

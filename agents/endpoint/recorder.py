@@ -76,7 +76,6 @@ class TrajectoryRecorder:
         self._draws: dict[str, set[int]] = {}
         """Sample numbers in use for each context. Samples from the same context get different
         numbers and therefore different seeds."""
-        self._undelivered: dict[str, list[Reply]] = {}
         self._growing: set[SegmentRecord] = set()
         self._sampling: dict[asyncio.Future[TurnResult], int] = {}
         """Turns being sampled, with the number of tokens reserved for each."""
@@ -98,13 +97,17 @@ class TrajectoryRecorder:
 
     async def turn(self, request: ChatRequest) -> Reply:
         try:
-            reply = await self._turn(request)
+            async with asyncio.timeout(_TURN_S):
+                reply = await self._turn(request)
+            self._ended = reply.ended
+            return reply
+        except TimeoutError:
+            failure = _engine_failed(f"it did not end within {_TURN_S:g} s")
         except ApiError as error:
-            self._ended = error.limit or self._ended
-            self.record_error(error)
-            raise
-        self._ended = reply.ended
-        return reply
+            failure = error
+        self._ended = failure.limit or self._ended
+        self.record_error(failure)
+        raise failure
 
     def record_error(self, error: ApiError) -> None:
         if error.status >= 500:
@@ -112,11 +115,6 @@ class TrajectoryRecorder:
         else:
             self.last_refusal = error.message
             self.counts["refused"] += 1
-
-    def keep_undelivered(self, reply: Reply) -> None:
-        """Keep the response for a client that has disconnected, in case it retries the same
-        request."""
-        self._undelivered.setdefault(reply.request_key, []).append(reply)
 
     async def overdue(self, open_s: float) -> str:
         """Wait until the program misses a deadline, and return a description of what took too long.
@@ -171,9 +169,6 @@ class TrajectoryRecorder:
     async def _turn(self, request: ChatRequest) -> Reply:
         self._check_open()
         keys, tools_key = _prefix_keys(request.messages), _key_of_tools(request.tools)
-        request_key = f"{keys[-1]} {tools_key} {request.may_call} {request.limit}"
-        if undelivered := self._undelivered.get(request_key):
-            return undelivered.pop(0)
         if (characters := request.characters) > self._budget.characters:
             tokens = max(characters // CHARACTERS_PER_TOKEN, self._budget.window)
             raise budget_error(self._budget, "window", tokens)
@@ -222,7 +217,6 @@ class TrajectoryRecorder:
             self._count_calls(parsed, arguments)
         return Reply(
             reply_id=f"chatcmpl-{secrets.token_hex(12)}",
-            request_key=request_key,
             message=message,
             ended=ended,
             prompt_tokens=len(ids),
@@ -231,26 +225,23 @@ class TrajectoryRecorder:
         )
 
     async def _admit(self, context: int, max_tokens: int | None) -> int:
-        try:
-            async with asyncio.timeout(_TURN_S):
-                while True:
-                    self._check_open()
-                    usage = self.usage
-                    sampled = sum(record.sampled_tokens for record in self._records)
-                    limit, room = self._budget.turn_limit(
-                        replace(usage, turns=usage.turns + len(self._sampling)),
-                        context=context,
-                        sampled=sampled + sum(self._sampling.values()),
-                    )
-                    if room > 0:
-                        return min(room, max_tokens or room)
-                    if not self._sampling or limit in ("window", "deadline"):
-                        raise budget_error(self._budget, limit, context)
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError as error:
-            message = f"concurrent turns held the whole budget for {_TURN_S:g} s"
-            raise _engine_failed(message) from error
+        """Return the number of tokens that the next turn may sample. Waits while concurrent turns
+        have reserved the rest of the budget."""
+        while True:
+            self._check_open()
+            usage = self.usage
+            sampled = sum(record.sampled_tokens for record in self._records)
+            limit, room = self._budget.turn_limit(
+                replace(usage, turns=usage.turns + len(self._sampling)),
+                context=context,
+                sampled=sampled + sum(self._sampling.values()),
+            )
+            if room > 0:
+                return min(room, max_tokens or room)
+            if not self._sampling or limit in ("window", "deadline"):
+                raise budget_error(self._budget, limit, context)
+            self._changed.clear()
+            await self._changed.wait()
 
     async def _grow(self, record: SegmentRecord, ids: list[int], limit: int) -> TurnResult:
         context_T = np.array(ids, np.int32)
@@ -275,22 +266,19 @@ class TrajectoryRecorder:
         self._idle_since = None
         self.begun.set()
         try:
-            async with asyncio.timeout(_TURN_S):
-                result = await task
-        except BaseException as error:
-            draws.discard(draw)  # the same seed is used when the turn is requested again
-            if isinstance(error, TimeoutError | asyncio.CancelledError):
-                # A client that cancels every turn must time out all the same.
-                spent_s = self._usage.sampling_s + monotonic() - began
-                self._usage = replace(self._usage, sampling_s=spent_s)
-            if isinstance(error, asyncio.CancelledError) and self._closed:
+            result = await task
+        except asyncio.CancelledError as error:
+            # A client that cancels every turn must time out all the same.
+            spent_s = self._usage.sampling_s + monotonic() - began
+            self._usage = replace(self._usage, sampling_s=spent_s)
+            if self._closed:
                 raise _trajectory_over() from error
-            if isinstance(error, TimeoutError):
-                raise _engine_failed(f"a turn did not end within {_TURN_S:g} s") from error
-            if isinstance(error, Exception):
-                raise _engine_failed(f"{type(error).__name__}: {error}") from error
             raise
+        except Exception as error:
+            raise _engine_failed(f"{type(error).__name__}: {error}") from error
         finally:
+            if not task.done() or task.cancelled() or task.exception():
+                draws.discard(draw)  # the same seed is used when the turn is requested again
             task.cancel()
             if task.done() and not task.cancelled():
                 self.engine_error = self.engine_error or task.exception()
@@ -301,10 +289,7 @@ class TrajectoryRecorder:
         if not len(result.token_ids_N):
             raise budget_error(self._budget, "deadline")
         record.extend(ids)
-        try:
-            record.append_turn(request, result)
-        except ValueError as error:
-            raise _engine_failed(str(error)) from error
+        record.append_turn(request, result)
         return result
 
     def _count_calls(self, parsed: Parsed, arguments: ArgumentValidator) -> None:

@@ -285,8 +285,6 @@ MODEL = "policy"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     reply_id: str
-    request_key: str
-    """Identifies the request. Requests with equal messages, tools and limits have the same key."""
     message: Message
     ended: FinishReason
     prompt_tokens: int

@@ -9,6 +9,7 @@ import logging
 import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,8 +20,6 @@ from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.requests import (
     MODEL,
     ApiError,
-    ChatRequest,
-    Reply,
     anthropic_answer,
     anthropic_error,
     anthropic_events,
@@ -39,8 +38,6 @@ from keel.rl.turns import ToolCall, ToolSpec
 _MAX_REQUEST_BYTES = 16 << 20
 """Maximum size of a request in bytes. 131,072 tokens take at most 12 MiB."""
 _SHUTDOWN_S = 5.0
-_DISCONNECT_ROUNDS = 4
-"""Number of event loop iterations after which a closed connection cancels its request."""
 _SOCKET = "keel.sock"
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -222,37 +219,21 @@ class Endpoint:
             recorder.record_error(error)
             raise
         reply = await recorder.turn(chat_request)
-        try:
-            for _ in range(_DISCONNECT_ROUNDS):  # lets a disconnect cancel this request
-                await asyncio.sleep(0)
-            return await _send(request, chat_request, reply)
-        except ConnectionError:  # the client is gone
-            recorder.keep_undelivered(reply)
-            return web.Response()
-        except asyncio.CancelledError:
-            recorder.keep_undelivered(reply)
-            raise
-
-
-async def _send(
-    request: web.Request, chat_request: ChatRequest, reply: Reply
-) -> web.StreamResponse:
-    model, is_anthropic = chat_request.model, _is_anthropic(request)
-    if chat_request.stream:
+        model, is_anthropic = chat_request.model, _is_anthropic(request)
+        if not chat_request.stream:
+            answer = anthropic_answer if is_anthropic else completion
+            return web.json_response(answer(reply, model))
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
-        await response.prepare(request)
         usage = chat_request.stream_options.include_usage
         events = stream_events(reply, model, include_usage=usage)
-        for event in anthropic_events(reply, model) if is_anthropic else events:
-            await response.write(event)
-    else:
-        answer = anthropic_answer if is_anthropic else completion
-        response = web.json_response(answer(reply, model))
-        await response.prepare(request)
-    await response.write_eof()
-    return response
+        with suppress(ConnectionError):  # the client is gone
+            await response.prepare(request)
+            for event in anthropic_events(reply, model) if is_anthropic else events:
+                await response.write(event)
+            await response.write_eof()
+        return response
 
 
 def _is_anthropic(request: web.Request) -> bool:

@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import json
-import socket
 from typing import Any
 
 import aiohttp
@@ -27,7 +26,6 @@ from tests.agents.endpoint.kit import (
     user,
 )
 from tests.agents.episodes import asynchronous, run
-from tests.waiting import PATIENCE_S
 
 
 async def agent(client: Any, turns: int, *, stream: bool = False) -> Messages:
@@ -162,43 +160,6 @@ async def test_invalid_request_names_its_field() -> None:
             assert (status, answer["type"]) == (400, "error")
             assert answer["error"]["type"] == "invalid_request_error"
     assert not policy.requests
-
-
-def host_and_path(address: Address) -> tuple[list[str], str]:
-    host, _, path = address.base_url.removeprefix("http://").partition("/")
-    return host.split(":"), path
-
-
-@asynchronous
-async def test_disconnect_before_the_answer_resends_it() -> None:
-    clients: list[socket.socket] = []
-
-    class Unlucky(Policy):
-        async def sample(self, request: Any) -> Any:
-            sampled = await super().sample(request)
-            if clients:
-                clients.pop().close()
-            return sampled
-
-    policy = Unlucky(["one", "two"])
-
-    async with served(recorder_of(policy)) as (endpoint, address, client):
-        (host, port), path = host_and_path(address)
-        clients.append(socket.create_connection((host, int(port))))
-        body = json.dumps({"model": "m", "messages": [user("a")]})
-        clients[0].sendall(
-            f"POST /{path}/chat/completions HTTP/1.1\r\nHost: x\r\n"
-            f"Authorization: Bearer {address.api_key}\r\nContent-Length: {len(body)}\r\n\r\n"
-            f"{body}".encode()
-        )
-        async with asyncio.timeout(PATIENCE_S):
-            while not policy.turns:
-                await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
-        assert await content_of(client, "a") == "one"
-        finished = await endpoint.finish("p/0")
-    check_law(policy, finished.segments)
-    assert finished.usage.turns == 1
 
 
 CITY = {
