@@ -123,7 +123,6 @@ def _count_tokens(opening: Opening, chat: Chat, window: int, thinking: bool) -> 
 _SCRIPTED_TEXT = "\\boxed{0}"
 _TRIAL_TURNS = 3
 _TRIAL_S = 60.0
-_MAX_OUTPUT = 500
 
 
 async def try_program(
@@ -172,25 +171,16 @@ async def try_program(
         )
         outcome = await episode.run()
     ended = episode.ended
-    failed = ended.failed if ended is not None else ""
     if not contexts:
         limits = f"open_s = {program.open_s:g} s and agents.window = {budget.window} tokens"
         cure = f"It must ask the policy at OPENAI_BASE_URL within {limits}"
         raise ValueError(f"task {task.prompt_id}: {outcome}. {cure}")
-    if isinstance(outcome, str) and not failed:
+    if isinstance(outcome, str) and not (ended is not None and ended.failed):
         raise ValueError(f"task {task.prompt_id}: {outcome}")
-    summary = "ended well"
-    if not isinstance(outcome, str) and outcome.finish_reason not in ("stop", "crash"):
-        summary = f"was stopped there ({outcome.finish_reason})"
-    elif ended is not None and failed:
-        effect = "is dropped" if program.drop_failures else "counts as a failure, reward 0"
-        summary = (
-            f"WARNING: it {failed} after the model had answered {_SCRIPTED_TEXT!r}. In training, a "
-            f"failure {effect} (on_failure). Its last words: {ended.output[-_MAX_OUTPUT:]}"
-        )
-        if episode.recorder is not None and episode.recorder.last_refusal:
-            summary += f". The endpoint refused a request: {episode.recorder.last_refusal}"
-    return (
-        f"asked a model by script for {len(contexts)} turns, the first after {contexts[0]} tokens, "
-        f"and {summary} ({time.monotonic() - began:.1f} s)"
+    note = (
+        f"asked a model that answers {_SCRIPTED_TEXT!r} for {len(contexts)} turns, the first after "
+        f"{contexts[0]} tokens ({time.monotonic() - began:.1f} s)"
     )
+    if ended is not None and (isinstance(outcome, str) or outcome.finish_reason == "crash"):
+        note += f". WARNING: {ended.describe(program)}"
+    return note
