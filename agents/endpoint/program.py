@@ -104,8 +104,7 @@ async def run_program(
     until: Coroutine[Any, Any, str],
 ) -> _ProgramResult:
     """Run a program until it exits or `until` returns a reason to stop it, then kill all of its
-    processes. The result is the JSON in the file KEEL_VERDICT or in the program's last line of
-    output."""
+    processes. The result is the JSON in the file KEEL_VERDICT."""
     reward = {"reward": dict(task.reward)} if program.tells_reward else {}
     prompts = [message["content"] for message in task.messages if message["role"] == "user"]
     process: ChildProcess | None = None
@@ -161,10 +160,8 @@ def _parse_result(
     program: AgentProgram, reply: Mapping[str, Any]
 ) -> tuple[Verdict | Unscored | None, str | None]:
     written = reply.get("verdict")
-    # A function's prints may be the policy's words.
-    last = "" if program.is_function else str(reply.get("last", ""))
     try:
-        value = json.loads(written if isinstance(written, str) else last)
+        value = json.loads(str(written))
     except (ValueError, RecursionError):
         value = None
     fields = cast(dict[str, Any], value) if isinstance(value, dict) else {}

@@ -7,7 +7,7 @@ unix socket. Connections to a loopback port in the sandbox are then forwarded to
 
     → {"command": ["my-agent", "--task", "{prompt}"], "env": {…}, "prompt": "…", "task": {…},
        "socket": "/…/keel.sock" or null, "memory_mib": 2048 or null}
-    ← {"failed": "" or how, "last": "its last line", "verdict": "text of $KEEL_VERDICT" or null}
+    ← {"failed": "" or how, "verdict": "text of the file KEEL_VERDICT" or null}
 
 After the result, this process waits to be killed, so that the program's descendants can still be
 found below it.
@@ -67,18 +67,6 @@ def _forward_port(path: str) -> int:
     return listener.getsockname()[1]
 
 
-def _copy_lines(pipe: int, last_line: list[bytes]) -> None:
-    rest = b""
-    while data := os.read(pipe, 1 << 16):
-        with suppress(OSError):
-            os.write(2, data)
-        *lines, rest = (rest + data).split(b"\n")
-        rest = rest[-_MAX_BYTES:]
-        for line in (*lines, rest):
-            if line.strip():
-                last_line[0] = line[-_MAX_BYTES:]
-
-
 def _run(request: dict[str, Any]) -> dict[str, Any]:
     folder = tempfile.mkdtemp(prefix="keel-")
     task = json.dumps(request["task"])
@@ -109,29 +97,21 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=2,
             env=env,
             preexec_fn=die_with_parent,
         )
     except (OSError, ValueError) as error:
         return {"failed": f"could not be run: cannot run {command[0]}: {error}"}
-    last_line = [b""]
-    assert process.stdout is not None
-    copying = threading.Thread(
-        target=_copy_lines, args=(process.stdout.fileno(), last_line), daemon=True
-    )
-    copying.start()
     pid = status = -1
     while pid != process.pid:  # also reaps orphans: the sandbox limits the processes
         pid, status = os.waitpid(-1, 0)
     code = process.returncode = os.waitstatus_to_exitcode(status)
     failed = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
-    copying.join(0.5)  # a background process may hold the pipe open
     verdict = None
     with suppress(OSError), open(paths["verdict"], "rb") as file:
         verdict = file.read(_MAX_BYTES).decode(errors="replace")
-    last = last_line[0].decode(errors="replace").strip()
-    return {"failed": failed if code else "", "last": last, "verdict": verdict}
+    return {"failed": failed if code else "", "verdict": verdict}
 
 
 def main() -> None:

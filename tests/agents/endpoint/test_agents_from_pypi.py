@@ -67,7 +67,8 @@ async def main():
     return [first.final_output, second.final_output]
 
 outputs = asyncio.run(main())
-print(json.dumps({"parts": {"correct": float(outputs == ["It is far.", "As before."])}}))
+with open(os.environ["KEEL_VERDICT"], "w") as file:
+    json.dump({"parts": {"correct": float(outputs == ["It is far.", "As before."])}}, file)
 """
 
 

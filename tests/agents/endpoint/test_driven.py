@@ -67,13 +67,16 @@ def ask(answer="Go on.", **fields):
     message = reply["choices"][0]["message"]
     messages.extend([message, {"role": "user", "content": answer}])
     return message["content"]
+def tell(**result):
+    with open(os.environ["KEEL_VERDICT"], "w") as file:
+        json.dump(result, file)
 """
 ENDS = {
     "asks": "ask(); ask(); print('done')",
-    "answers": "ask(); print(json.dumps({'answer': 'forty-' + 'two'}))",
-    "judges": "ask(); print(json.dumps({'parts': {'correct': 0.5}, 'facts': {'n': 1}}))",
+    "answers": "ask(); tell(answer='forty-two')",
+    "judges": "ask(); tell(parts={'correct': 0.5}, facts={'n': 1})",
     "continues": "while True: ask()",
-    "continues, judged": "print(json.dumps({'parts': {'correct': 0}}))\nwhile True: ask()",
+    "continues, judged": "tell(parts={'correct': 0})\nwhile True: ask()",
     "crashes": "ask(); raise KeyError('no such city')",
     "is refused": "ask(); ask(guided_json={})",
     "never asks": "print('nothing to do')",
@@ -200,7 +203,7 @@ def test_hanging_programs_meet_their_deadlines() -> None:
 
 def test_siblings_share_a_seed_and_are_recorded_exactly() -> None:
     policy = Policy(lambda _, turn: f"word {turn}")
-    code = "ask(); ask(); print(json.dumps({'parts': {}, 'facts': {'s': os.environ['KEEL_SEED']}}))"
+    code = "ask(); ask(); tell(parts={}, facts={'s': os.environ['KEEL_SEED']})"
     with running(policy, {"p": code}) as runner:
         group = played(runner, "p", size=3, purpose="eval")
     assert [t.sibling for t in group.trajectories] == [0, 1, 2]
@@ -219,7 +222,7 @@ def test_environment_opens_the_task_and_grades() -> None:
 
     code = (
         "assert task['tools'][0]['function']['name'] == 'add'; ask(); "
-        "print(json.dumps({'answer': ANSWER, 'parts': {'correct': 0}}))"
+        "tell(answer=ANSWER, parts={'correct': 0})"
     )
     programs = {str(n): code.replace("ANSWER", f"'{n}'") for n in (42, 41, 40)}
     with running(Policy(["41"]), programs, make, judges=False) as runner:
@@ -345,9 +348,10 @@ def drive(
 def test_program_gets_the_task_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import json, os, sys\n"
-        "print(json.dumps({'parts': {}, 'facts': {'argv': sys.argv[1:],"
+        "json.dump({'parts': {}, 'facts': {'argv': sys.argv[1:],"
         " 'file': open(sys.argv[2]).read(), 'task': os.environ.get('KEEL_TASK'),"
-        " 'from': json.load(open(os.environ['KEEL_TASK_FILE'])), 'env': dict(os.environ)}}))"
+        " 'from': json.load(open(os.environ['KEEL_TASK_FILE'])), 'env': dict(os.environ)}},"
+        " open(os.environ['KEEL_VERDICT'], 'w'))"
     )
     monkeypatch.setenv("KEEL_TEST_SECRET", "no")
     words = ("{prompt}", "{prompt_file}", "--x={prompt}")
@@ -383,8 +387,7 @@ def test_failure_is_described_with_last_output(code: str, reason: str) -> None:
 
 
 def test_function_runs_in_its_own_process(tmp_path: Path) -> None:
-    prints = """print('{"parts": {"correct": 1.0}}')"""  # which may be the policy's words
-    code = f"def answers(task):\n    {prints}\n    return task['messages'][0]['content'] + '!'\n"
+    code = "def answers(task):\n    return task['messages'][0]['content'] + '!'\n"
     (tmp_path / "my_agent.py").write_text(code)
     command = resolve_command("my_agent:answers", python=sys.executable, folder=tmp_path)
     ended, _ = drive("", command=command, folder=tmp_path)
@@ -425,7 +428,7 @@ def test_sandbox_reaches_only_its_endpoint() -> None:
         "    except OSError as error:\n"
         "        facts[name] = type(error).__name__\n"
         "_, pong = post(os.environ['KEEL_MCP_URL'], {'id': 7, 'method': 'ping'})\n"
-        "print(json.dumps({'parts': {'correct': 1}, 'facts': {**facts, 'tools': pong['id']}}))"
+        "tell(parts={'correct': 1}, facts={**facts, 'tools': pong['id']})"
     )
     wrap = wrap_of(network="loopback")
     # A service of this machine, at an address where the sandbox's endpoint has no port.
