@@ -189,7 +189,7 @@ class TrajectoryRecorder:
         repeated = _common_prefix(ids, self._records) if before is None else before.end - 1
         self._growing.add(record)
         try:
-            result = await self._grow(record, ids, limit)
+            result = await self._sample_into(record, ids, limit)
         finally:
             self._growing.discard(record)
         if before is not None:
@@ -243,7 +243,7 @@ class TrajectoryRecorder:
             self._changed.clear()
             await self._changed.wait()
 
-    async def _grow(self, record: SegmentRecord, ids: list[int], limit: int) -> TurnResult:
+    async def _sample_into(self, record: SegmentRecord, ids: list[int], limit: int) -> TurnResult:
         context_T = np.array(ids, np.int32)
         context_key = blake2b(context_T.tobytes(), digest_size=16).hexdigest()
         draws = self._draws.setdefault(context_key, set())
