@@ -79,8 +79,8 @@ class EpisodeRunner:
         self._version = 0
         self._gate = threading.Lock()
         self._draws: Counter[str] = Counter()
-        """Number of groups started for each prompt since the last weight update. `RolloutPool` counts
-        those of prompts without an environment."""
+        """Number of groups started for each prompt since the last weight update. `RolloutPool`
+        counts those of prompts without an environment."""
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._slots = {purpose: asyncio.Semaphore(most_open) for purpose in PURPOSES}

@@ -197,8 +197,8 @@ class Hosted:
                 reason = f"a message of more than {MAX_MESSAGE_BYTES >> 20} MiB"
                 raise await self._fail("large", during, reason) from error
         if isinstance(reply, dict) and reply.get("id") == number:
-            if (fault := _reply_fault(reply, self._program.memory_mib)) is not None:
-                raise await self._fail(fault[0], during, fault[1])
+            if "fault" in reply:
+                raise await self._fail(reply["fault"], during, str(reply["why"]))
             if isinstance(reply.get("is"), dict):
                 return reply["is"]
         raise await self._fail("garbage", during, f"sent an invalid reply: {str(reply)[:200]!r}")
@@ -257,17 +257,6 @@ def _parsed(model: type[_Model], reply: Any) -> _Model:
 def verdict_of(reply: Mapping[str, Any]) -> Verdict:
     verdict = _parsed(_VerdictReply, reply)
     return Verdict(parts=verdict.parts, facts=verdict.facts)
-
-
-def _reply_fault(reply: Mapping[str, Any], memory_mib: int | None) -> tuple[Fault, str] | None:
-    if "memory" in reply:
-        return "memory", f"out of memory (memory_mib = {memory_mib})"
-    if "refused" in reply:
-        return "start", str(reply["refused"])
-    if "raised" in reply:
-        location = f" ({reply['at']})" if reply.get("at") else ""
-        return "raised", f"{reply['raised']}{location}"
-    return None
 
 
 def fork_server_for(program: Program) -> ForkServer | None:
@@ -345,8 +334,8 @@ class ForkServer:
                 await self._check_isolation(process, program.wrap)
                 process.limit = program.wrap.hold(process.pid, inside=False)
             reply, _ = await self._ask(process, load)
-            if (fault := _reply_fault(reply, program.memory_mib)) is not None:
-                raise await self._lost(process, *fault)
+            if "fault" in reply:
+                raise await self._lost(process, reply["fault"], str(reply["why"]))
             if process.limit is not None:
                 process.limit()  # each forked process has its own memory limit
         except BaseException as error:

@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import random
+import resource
 import sys
 from contextlib import suppress
 from typing import Any, Optional, cast
@@ -57,10 +58,11 @@ def take_channel() -> tuple[Any, Any]:
 
 def failure_of(error: Exception) -> Request:
     if isinstance(error, MemoryError):
-        return {"memory": True}
+        mib = resource.getrlimit(resource.RLIMIT_AS)[0] >> 20
+        return {"fault": "memory", "why": f"out of memory (memory_mib = {mib})"}
     if isinstance(error, InvalidEnvironment):
-        return {"refused": str(error)}
-    return {"raised": error_text(error), "at": error_location(error)}
+        return {"fault": "start", "why": str(error)}
+    return {"fault": "raised", "why": f"{error_text(error)} ({error_location(error)})"}
 
 
 class _Episode:

@@ -16,8 +16,8 @@ standard error.
     → {"id": 5, "do": "close"}
     ← {"id": 5, "is": {}}
 
-Instead of "is", a reply may have "refused" (why the target is not an environment, and how to fix
-it), "raised" with "at" (an exception in the environment's own code), or "memory".
+Instead of "is", a reply may have "fault" and "why". A fault is "start" (the target is not an
+environment), "raised" (an exception in the environment's own code) or "memory".
 
 The argument names the function to run: `episode:serve_channel`, `episode:call_function` (an agent
 program that is a function), `fork_server:main` or `drive:main`.
