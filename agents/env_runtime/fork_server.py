@@ -16,17 +16,16 @@ Instead of "is", a reply may have "cannot" (the reason why forking is unsafe or 
 the errors in start.py. A forked process then uses the protocol of start.py, or executes the code in
 `run` if there is any.
 
-`inner` has the settings for the isolation: own_network, loopback, files_mib (the size of /tmp and
-of /dev/shm), processes and filter (base64). If it is set, the reported process is the first one in
-a PID namespace. It exits with the program's status, or with 128 plus
-the number of the signal that ended the program.
+`inner` has the settings for the isolation: own_network, files_mib (the size of /tmp and of
+/dev/shm), processes and filter (base64). If it is set, the reported process is the first one in a
+PID namespace. It exits with the program's status, or with 128 plus the number of the signal that
+ended the program.
 """
 
 from __future__ import annotations
 
 import base64
 import ctypes
-import fcntl
 import gc
 import json
 import os
@@ -34,7 +33,6 @@ import random
 import resource
 import shutil
 import socket
-import struct
 import sys
 from contextlib import suppress
 from typing import Any, Optional, cast
@@ -157,7 +155,7 @@ class _ForkServer:
     def _report(self, pid: int) -> None:
         try:
             fd = os.pidfd_open(pid)
-        except (AttributeError, OSError) as error:  # an old kernel or Python
+        except OSError as error:
             os.kill(pid, 9)
             self._send({"cannot": f"no pidfd: {error}"})
             return
@@ -231,7 +229,6 @@ _NEW_USER, _NEW_PIDS, _NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 _NOSUID, _NODEV, _NOEXEC = 2, 4, 8
 _SET_DUMPABLE, _SET_SECCOMP, _NO_NEW_PRIVILEGES = 4, 22, 38
 _FILTER_MODE = 2
-_SET_FLAGS, _UP_AND_RUNNING = 0x8914, 0x41
 _CAPABILITIES_3 = 0x20080522
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -260,9 +257,6 @@ def _isolate(inner: _Data, uid: int, gid: int) -> None:
     terminals = b"newinstance,ptmxmode=0666,mode=620"
     _mount(b"devpts", b"/dev/pts", _NOSUID | _NOEXEC, terminals)
     _mount(b"proc", b"/proc", _NOSUID | _NODEV | _NOEXEC, None)
-    if inner["loopback"]:
-        with socket.socket() as handle:
-            fcntl.ioctl(handle, _SET_FLAGS, struct.pack("16sh", b"lo", _UP_AND_RUNNING))
     _check(_libc.unshare(_NEW_USER), "unshare")
     _map_user((uid, 0), (gid, 0))
     _libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)

@@ -111,7 +111,6 @@ class EnvironmentSandbox:
             return None
         return {
             "own_network": self.network != "host",
-            "loopback": self.network == "loopback",
             "files_mib": self.files_mib,
             "processes": self.processes,
             "filter": base64.b64encode(self._seccomp()).decode(),
