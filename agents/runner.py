@@ -79,8 +79,8 @@ class EpisodeRunner:
         self._version = 0
         self._gate = threading.Lock()
         self._draws: Counter[str] = Counter()
-        """Number of groups started for each prompt since the last weight update. `RolloutPool`
-        counts those of prompts without an environment."""
+        """Number of groups started for each prompt since the last weight update. Prompts
+        without an environment are counted in `RolloutPool`."""
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._slots = {purpose: asyncio.Semaphore(most_open) for purpose in PURPOSES}
@@ -231,7 +231,7 @@ class EpisodeRunner:
 _FILES_PER_EPISODE = 3
 """File descriptors per open episode: its channel, its standard error and its pidfd."""
 _FILES_PER_DRIVEN_EPISODE = 11
-"""The same with an agent program, which has a process and connections of its own."""
+"""The same with an agent program, which adds a process and connections."""
 _SPARE_FILES = 512
 
 

@@ -8,10 +8,10 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.server import Address, Endpoint, McpTools
@@ -151,30 +151,23 @@ async def run_program(
         late.cancel()
         if process is not None:  # must finish even if this task is cancelled
             await process.end()
-    verdict, answer = _parse_result(program, reply)
+    written = reply.get("verdict")
+    verdict, answer = (None, None) if written is None else _parse_result(program, str(written))
     output = process.output if process is not None else ""
     return _ProgramResult(failed=failed, output=output, verdict=verdict, answer=answer)
 
 
 def _parse_result(
-    program: AgentProgram, reply: Mapping[str, Any]
+    program: AgentProgram, written: str
 ) -> tuple[Verdict | Unscored | None, str | None]:
-    written = reply.get("verdict")
     try:
-        value = json.loads(str(written))
-    except (ValueError, RecursionError):
-        value = None
-    fields = cast(dict[str, Any], value) if isinstance(value, dict) else {}
-    answer = str(fields["answer"]) if "answer" in fields else None
-    if not program.judges or ("parts" not in fields and (written is None or answer is not None)):
-        return None, answer
-    if "parts" not in fields:
-        reason = f"it wrote no verdict to KEEL_VERDICT but {str(written)[:200]!r}"
-        return Unscored(reason=reason), answer
-    try:
-        return verdict_of(fields), answer
-    except ValueError as error:
-        return Unscored(reason=str(error)), answer
+        fields: Any = json.loads(written)
+        answer = str(fields["answer"]) if "answer" in fields else None
+        is_judged = program.judges and (answer is None or "parts" in fields)
+        return verdict_of(fields) if is_judged else None, answer
+    except (ValueError, TypeError, RecursionError) as error:
+        reason = f"it wrote no verdict to KEEL_VERDICT but {written[:200]!r}: {error}"
+        return Unscored(reason=reason) if program.judges else None, None
 
 
 @dataclass(kw_only=True)

@@ -17,7 +17,6 @@ from keel.rl.turns import Message, ToolSpec
 from keel.rl.types import FinishReason
 
 _MAX_DEPTH = 120
-_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
 class ApiError(Exception):
@@ -38,7 +37,6 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = _ERROR_TYPES.get(self.status, kind)
         fields = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": fields}
 
@@ -132,7 +130,7 @@ class _TextFormat(_Model):
 
 class ChatRequest(_Model):
     """A chat completion request. Nulls are treated as missing. Unknown fields are kept in
-    `model_extra`. Fields that would change what is sampled have a single allowed value."""
+    `model_extra`. Fields that would change the sampling have a single allowed value."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 

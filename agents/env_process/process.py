@@ -280,7 +280,7 @@ def open_channel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSettings:
-    """How the processes of an environment or an agent program run."""
+    """Settings for the processes of an environment or an agent program."""
 
     folder: Path | None = None
     """Working directory, which is also the first folder that is searched for modules. None means
@@ -304,7 +304,7 @@ def launch(
     forks: bool = False,
 ) -> ChildProcess:
     """Start a process that exchanges messages over its standard input and output. With `forks`, it
-    is a fork server. Without a sandbox, it gets a temporary folder of its own. Raises
+    is a fork server. Without a sandbox, it gets a new temporary folder. Raises
     EnvironmentLost if the program can't be run, and OSError if this process has run out of file
     descriptors."""
     inherited = {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
