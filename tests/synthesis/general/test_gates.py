@@ -246,7 +246,8 @@ LEAKS = "\n\n".join(
         leak(
             "look",
             "word",
-            'return str([key for each in found["gc"].get_objects() if isinstance(each, dict) for '
+            'objects = found["importlib"].import_module("gc").get_objects()\n    '
+            "return str([key for each in objects if isinstance(each, dict) for "
             "key, one in each.items() if isinstance(one, str) and word in one])",
         ),
         leak("stop", "signal", 'found["os"].kill(found["os"].getppid(), int(signal))'),
