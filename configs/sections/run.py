@@ -46,8 +46,8 @@ class RunConfig(Section):
     keep_checkpoints: int = knob(2, ge=1)
     """Number of most recent checkpoints to keep. Older ones are deleted."""
     save_trajectories: int = knob(4, ge=0)
-    """Number of trajectories to save per step, as readable text and as JSON lines. 0: none, and
-    `keel report` shows none."""
+    """Number of trajectories to save per step as JSON lines. 0: none, and `keel report` shows
+    none."""
     save_all_trajectories: bool = False
     """Save every trajectory of a step as a JSON line, for `keel sft`."""
     save_tokens: int = knob(32_768, ge=0)

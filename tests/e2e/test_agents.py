@@ -2,6 +2,7 @@
 
 It calls tools inside its thinking; the policies of test_mixed.py call them after it."""
 
+import gzip
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from keel.rewards.sandbox.environments import environment_wrap
 from keel.rewards.sandbox.sandbox import IsolationError
 from keel.trainer.run.checkpoint import latest, step_of
 from keel.trainer.run.signals import PREEMPTED
+from keel.trainer.run.trajectory_files import TOKENS
 from tests.agents.sandboxes import commands
 from tests.e2e.test_command import DEADLINE_S, Running, metrics, wait_until, words_of
 from tests.waiting import PATIENCE_S
@@ -182,12 +184,15 @@ def test_policy_with_tools_survives_faults_and_resumes(
     assert checkpoint.name == f"step_{reached:06d}" and "Traceback" not in output
     assert "SIGUSR1" in output and "SIGTERM" not in output
     assert {"eval/trip/pass@1", "eval/spelling/pass@1"} <= done[0].keys()
-    text = (folder / "trajectories" / f"step_{reached:06d}.txt").read_text()
-    assert "[call " in text and " calls (" in text and "verdict of the environment: " in text
-    program = [one for one in text.split("=== ")[1:] if one.startswith("spelling/")]
+    with gzip.open(folder / "trajectories" / f"step_{reached:06d}{TOKENS}") as file:
+        groups = [json.loads(line) for line in file]
+    samples = [(group, each) for group in groups for each in group["trajectories"]]
+    assert any(sample["usage"]["calls"] for _, sample in samples)
+    assert any("facts" in sample for _, sample in samples)
+    program = [sample for group, sample in samples if group["domain"] == "spelling"]
     assert program
-    for one in program:
-        assert "    2 turns, 0 calls (" in one and one.count("[user] Spell this") == 2
+    for sample in program:
+        assert (sample["usage"]["turns"], sample["usage"]["calls"]) == (2, 0)
 
     # Resumed, then stopped twice at once. It is suspended meanwhile, or the step could end before
     # the second signal.

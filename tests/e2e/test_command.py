@@ -262,7 +262,7 @@ def test_run_survives_frozen_processes_interrupt_and_damage(
     for step in (1, resumed + 1):  # nothing is ahead, so engines and trainer had equal weights
         assert lines[step]["staleness/mean"] == 0
         assert lines[step]["mismatch/logp_abs"] <= 1e-4
-    assert (folder / "trajectories" / f"step_{steps:06d}.txt").stat().st_size > 0
+    assert (folder / "trajectories" / f"step_{steps:06d}.jsonl").stat().st_size > 0
     check_report(folder, resumed=resumed, steps=steps)
     assert list((folder / "tensorboard").iterdir())
     model = AutoModelForCausalLM.from_pretrained(folder / "model")

@@ -31,8 +31,6 @@ _FINISHED = re.compile(r"step_(\d{6,})")
 class SaveError(RuntimeError):
     """Raised if a checkpoint couldn't be written. The run itself can continue."""
 
-    final = False  # True if this was the checkpoint of the last step
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:

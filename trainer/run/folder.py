@@ -5,7 +5,7 @@ chosen.json     the `auto` values that Keel chose, and the hardware they were ch
 metrics.jsonl   one JSON object per step
 tensorboard/    the same metrics as curves
 events.jsonl    resumes, restarts, alarms and other events
-trajectories/   readable samples of each step, and their tokens for `keel report`
+trajectories/   samples of each step, and their tokens for `keel report`
 checkpoints/    what `run.resume: auto` continues from
 nonfinite/      batches of steps without a finite gradient, for `keel replay`
 trackers/       progress of each of `run.trackers`

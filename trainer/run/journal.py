@@ -1,4 +1,4 @@
-"""Record a run: its metrics, events, TensorBoard curves and readable trajectories.
+"""Record a run: its metrics, events, TensorBoard curves and trajectories.
 
 When a run is resumed, everything written after its checkpoint is removed, so that each step is
 recorded once. The cost of a run is given in GPU-hours and in FLOPs of the model: 2 FLOPs per active
@@ -176,9 +176,9 @@ class Journal:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Open a run's records and remove everything after step `resumed_at`. `trajectories` is the
-        number of trajectories to save per step as text and as JSON. With `save_all`, the JSON file
-        contains all of them. It also stores `tokenizer`, the digest of the model's tokenizer.
-        `tokens` writes the per-token values."""
+        number of trajectories to save per step. With `save_all`, all of them are saved. Their file
+        also stores `tokenizer`, the digest of the model's tokenizer. `tokens` writes the per-token
+        values."""
         self._view, self._clock = view, clock
         self._alarms = _Alarms(alarms) if alarms is not None else None
         self._costs, self._recorded_at = costs, clock()
@@ -261,12 +261,9 @@ class Journal:
             self._board.add_scalar(name, value, step)
         self._board.flush()
         path = self._trajectories / f"step_{step:06d}"
-        if chosen := choose_trajectories(groups, self._per_step):
-            text = "\n".join(describe(group, index) for group, index in chosen)
-            # Text may hold half a surrogate pair.
-            path.with_suffix(".txt").write_text(text, encoding="utf-8", errors="replace")
-            if self._tokens is not None:
-                self._tokens.write(path.with_suffix(TOKENS), groups)
+        chosen = choose_trajectories(groups, self._per_step)
+        if chosen and self._tokens is not None:
+            self._tokens.write(path.with_suffix(TOKENS), groups)
         if self._save_all:
             chosen = [(group, i) for group in groups for i in range(len(group.rewards_G))]
         if chosen:
@@ -326,47 +323,6 @@ def steps_of(path: Path) -> dict[int, dict[str, Any]]:
     for step, text in metric_lines(path):
         steps[step] = {**json.loads(text), **steps.get(step, {})}
     return steps
-
-
-def describe(scored: ScoredGroup, index: int) -> str:
-    """Format a trajectory as readable text, with its prompt, answer, reward and reward parts."""
-    prompt, answer = scored.group.prompt, scored.group.trajectories[index]
-    parts = ", ".join(f"{name} {value:g}" for name, value in scored.parts_G[index].items())
-    head = (
-        f"=== {prompt.prompt_id}  answer {answer.sibling + 1}  "
-        f"reward {scored.rewards_G[index]:g} ({parts})  "
-        f"advantage {scored.advantages_G[index]:+.3f}  {answer.sampled_tokens} tokens, "
-        f"{answer.finish_reason}"
-    )
-    lines, usage, verdict = [head], answer.usage, answer.verdict
-    if usage is not None:
-        lines.append(
-            f"    {usage.turns} turns, {usage.calls} calls ({usage.failed_calls} failed, "
-            f"{usage.malformed_calls} of them malformed), {len(answer.segments)} contexts "
-            f"({usage.rewrites} rewritten), {usage.cached_tokens} of {usage.repeated_tokens} "
-            f"repeated tokens from the cache, {usage.sampling_s:.2f} s in engines, "
-            f"{usage.tools_s:.2f} s in tools"
-        )
-    if verdict is not None and verdict.facts:
-        facts = json.dumps(dict(verdict.facts), ensure_ascii=False, default=str)
-        lines.append(f"    verdict of the environment: {facts}")
-    question = () if prompt.environment else prompt.messages  # the transcript has it
-    lines += [_message_text(message) for message in (*question, *answer.messages)]
-    return "\n".join([*lines, ""])
-
-
-def _message_text(message: Mapping[str, Any]) -> str:
-    role, text = message["role"], str(message.get("raw") or message.get("content") or "")
-    if "raw" not in message and (reasoning := message.get("reasoning_content")):
-        text = f"<think>{reasoning}</think>{text}"
-    if role == "tool":
-        role = f"tool {message.get('name', '')}".rstrip()
-    functions = [call["function"] for call in message.get("tool_calls") or ()]
-    calls = [
-        f"[call {function['name']}] {json.dumps(function['arguments'], ensure_ascii=False)}"
-        for function in functions
-    ]
-    return "\n".join([*([f"[{role}] {text}"] if text or not calls else []), *calls])
 
 
 def _total_costs(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -120,18 +120,8 @@ def _attempt(
     restarts.started = True
     if start < steps or folder.needs_evaluation(steps):
         folder.begin(start)
-        try:
-            with open_view(str(folder.path), steps) as view:
-                reached = drive(system, folder, view, start)
-        except SaveError as error:
-            if error.final and not preemption_signal():
-                # The exported model is much smaller than a checkpoint, so it may still fit.
-                try:
-                    folder.export(system.learner.export)
-                    error.add_note(f"The trained model was exported to {folder.model}")
-                except (OSError, RuntimeError) as failure:
-                    error.add_note(f"The trained model cannot be exported either: {failure}")
-            raise
+        with open_view(str(folder.path), steps) as view:
+            reached = drive(system, folder, view, start)
     if reached >= steps and not preemption_signal():
         with waiting("exporting the model"):
             folder.export(system.learner.export)
@@ -205,8 +195,7 @@ def save_checkpoint(
     try:
         folder.save(state, learner.save, say)
     except SaveError as error:
-        error.final = step >= config.run.steps
-        if error.final or stop():
+        if step >= config.run.steps or stop():
             raise
         say(f"warning: {error}\nThe run continues and saves again at the next checkpoint")
         return False

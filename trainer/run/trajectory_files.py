@@ -4,7 +4,7 @@ Each line of `step_000001.tokens.jsonl.gz` is one group. (By contrast, `step_000
 for `keel sft`, has one trajectory per line.) Each trajectory of the group has these fields:
 
 always                     reward by parts with explanations, answer, length and finish reason
-in the text or selected    messages
+chosen for either file     messages
 within `run.save_tokens`   tokens as text; for sampled ones log-probability, ratio, size of the
                            sampling mask, routing overlap and weight version
 
@@ -66,7 +66,7 @@ def watched_segments(groups: Sequence[ScoredGroup], run: RunConfig) -> list[Segm
 
 def _select_tokens(groups: Sequence[ScoredGroup], run: RunConfig) -> list[Place]:
     """Choose which trajectories to save along with their tokens, within the budget of
-    `run.save_tokens`. Those saved as text come first, then others from the same groups."""
+    `run.save_tokens`. Those of `run.save_trajectories` come first, then their siblings."""
     text = choose_trajectories(groups, run.save_trajectories)
     chosen = {(id(group), index) for group, index in text}
     siblings = [

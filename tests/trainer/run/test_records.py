@@ -101,7 +101,7 @@ def test_trajectories_are_saved_as_jsonl(tmp_path: Path, save_all: bool, count: 
     path = tmp_path / "trajectories" / "step_000001.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     names = {path.name.removesuffix(".gz") for path in path.parent.iterdir()}
-    assert names == {"step_000001.txt", "step_000001.jsonl", "step_000001.tokens.jsonl"}
+    assert names == {"step_000001.jsonl", "step_000001.tokens.jsonl"}
     assert len(records) == count
     for line in records:
         assert (line["step"], line["tokenizer"]) == (1, "t")
