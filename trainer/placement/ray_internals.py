@@ -18,8 +18,7 @@ import psutil
 _WORKER = "ray._private.worker"
 _UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
 """Methods of Ray's `Node` class that start the autoscaler, the log monitor and the dashboard."""
-_STUBS = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ray_stubs.py"))]
-"""Command line that runs the programs in `ray_stubs.py`."""
+_STUB = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ray_stub.py"))]
 
 
 def silence_ray() -> None:
@@ -102,7 +101,7 @@ def skip_unused_processes() -> Iterator[None]:
     start: Callable[..., Any] = services.start_ray_process
 
     def start_light(command: Sequence[str], *rest: Any, **named: Any) -> Any:
-        return start(_replace_agents(command), *rest, **named)
+        return start(_replace_agent(command), *rest, **named)
 
     nothing = dict.fromkeys(_UNUSED, lambda *_, **__: None)
     with (
@@ -112,17 +111,12 @@ def skip_unused_processes() -> Iterator[None]:
         yield
 
 
-def _replace_agents(command: Sequence[str]) -> list[str]:
-    """Rewrite the raylet's command line. The dashboard agent becomes a stub, and the runtime env
-    agent exits together with its raylet instead of a minute later."""
+def _replace_agent(command: Sequence[str]) -> list[str]:
+    """Rewrite the raylet's command line so that it starts a stub instead of the dashboard agent."""
     options = {name: value for name, _, value in (word.partition("=") for word in command)}
-    dashboard, runtime = "--dashboard_agent_command", "--runtime_env_agent_command"
-    if dashboard not in options:
+    agent = "--dashboard_agent_command"
+    if agent not in options:
         return list(command)
-    stub = [*_STUBS, "agent", options["--session_dir"], options["--node_id"]]
-    bound = subprocess.list2cmdline([*_STUBS, "bound"])
-    changed = {
-        dashboard: f"{dashboard}={subprocess.list2cmdline(stub)}",
-        runtime: f"{runtime}={bound} {options[runtime]}",
-    }
-    return [changed.get(word.partition("=")[0], word) for word in command]
+    stub = [*_STUB, options["--session_dir"], options["--node_id"]]
+    changed = f"{agent}={subprocess.list2cmdline(stub)}"
+    return [changed if word.startswith(f"{agent}=") else word for word in command]
