@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 from keel.rewards.code.call_driver import from_jsonable
+from keel.rewards.rules.statements import strip_formatting
 from keel.rewards.text import FUNCTION_WORDS, KEYWORDS, WRAPPED, answer_in, normalise
 
 _MAX_CHARACTERS = 32_768
@@ -43,11 +44,6 @@ _TIME = r"\d+:\d+(?::\d+(?:\.\d+)?)?(?: ?UTC[-+]?[\d:]*)?"
 _MOVE = r"Move disk \d+ from Peg \d+ to Peg \d+[.,]?"
 _FRACTION = r"\\d?frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\}|\d+\s*/\s*\d+"
 _UNIT = r"[a-z°][a-z./°]{0,19}"
-# Words before an answer, up to white space.
-_LEAD = (
-    r"(?:(?:so|thus|therefore|hence|then)[,:]?"
-    r"|\*{0,2}(?:(?:the|my|final|correct|right)\s){0,3}answer(?:\sis)?\s?:?\*{0,2}:?|\#{1,6})\s"
-)
 _SHAPES = {
     task: re.compile(shape, re.IGNORECASE)
     for task, shape in {
@@ -61,26 +57,16 @@ _SHAPES = {
         "polynomial_equations": rf"{_NUMBER}(?:\s*,\s*{_NUMBER})*(?:\s*,)?",
         "quantum_lock": r"[\[(\"']*[a-c](?:[a-c]|[-\s→⇒=>,;|\[\]()\"']|\\to\b)*",
         "sokoban": r"[-udlr\s→>,;|\[\]()\"']*",
-        "survo": rf"(?:{_LEAD}){{0,2}}(?:(?:-?\d+|[|:\[\]-]+|```\w*)(?:\s+|$))*",
+        "survo": r"(?:(?:-?\d+|[|:\[\]-]+|```\w*)(?:\s+|$))*",
         "time_intervals": rf"-?\d+(?: days?)?|(?:-?\d+ days?, ?)?{_TIME}",
         "tower_of_hanoi": rf"{_MOVE}(?:\s*\n\s*{_MOVE})*",
     }.items()
 }
-"""Patterns that the entire result of `_strip_formatting` must match. Used for tasks whose verifiers
+"""Patterns that the entire result of `strip_formatting` must match. Used for tasks whose verifiers
 ignore extra text."""
-_SPLIT_TASKS = frozenset({"polynomial_equations", "survo"})  # ignore other items than numbers
-
 _WORD = re.compile(r"\w+")
 _FILLERS = "a an and but hence is so the then therefore thus while"
 _OPTIONAL_WORDS = {"knights_knaves": frozenset(_FILLERS.split())}  # may be missing or repeated
-
-_BEFORE = re.compile(_LEAD, re.IGNORECASE)
-_AROUND = re.compile(
-    r"```\w*\n(.*?)\n?```|`([^`]*)`|\*{1,3}([^*]*)\*{1,3}|\"([^\"]*)\"|'([^']*)'|“([^“”]*)”"
-    r"|\$\$?([^$]*)\$\$?|\\\((.*?)\\\)|\\\[(.*?)\\\]",
-    re.DOTALL,
-)
-_MAX_NESTING = 8
 
 _NAMES = (
     "sin cos tan sec csc cot asin acos atan acot sinh cosh tanh asinh acosh atanh coth exp log ln "
@@ -174,7 +160,7 @@ def _is_safe_to_verify(task: str, answer: str, right: str) -> bool:
 
 
 def _has_no_extra_text(task: str, answer: str, right: str) -> bool:
-    text = answer.strip() if task in _SPLIT_TASKS else _strip_formatting(answer)
+    text = strip_formatting(WRAPPED.sub(r" \1 ", answer)).strip("#`\"'“” ")
     words = _WORD.findall(text.casefold())
     if task in _SAME_WORDS_TASKS:
         expected = _WORD.findall(right.casefold())
@@ -186,18 +172,6 @@ def _has_no_extra_text(task: str, answer: str, right: str) -> bool:
     if task == "gsm_symbolic" and not _NO_UNITS.isdisjoint(words):
         return False
     return task not in _SHAPES or _SHAPES[task].fullmatch(text) is not None
-
-
-def _strip_formatting(answer: str) -> str:
-    text = WRAPPED.sub(r" \1 ", answer)
-    for _ in range(_MAX_NESTING):
-        before, text = text, text.strip().rstrip(".,").rstrip()
-        text = text[match.end() :] if (match := _BEFORE.match(text)) else text
-        if match := _AROUND.fullmatch(text):
-            text = match[match.lastindex or 0]
-        if text == before:
-            break
-    return text
 
 
 def _parse(answer: str) -> ast.Expression | None:
