@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -116,49 +116,37 @@ class JudgeService:
         except ValueError as error:
             raise ValueError(f"prompt {prompt.prompt_id}: {error}") from error
         limit, final = self._settings.max_characters, outside_think(answer)
-        parsed = spec.read(final)
+        parsed, size = spec.read(final), json_length(final)
         reason = f"the answer {parsed}" if isinstance(parsed, str) else ""
-        if json_length(final) > limit:
-            reason = (
-                f"the answer has {json_length(final)} characters, above max_characters = {limit}"
-            )
+        if size > limit:
+            reason = f"the answer has {size} characters, above max_characters = {limit}"
         elif is_blank(final):
             reason = "there is no answer"
         if reason:
             self._counts.completions += 1
             self._counts.skipped += 1
             return spec.zero_result(reason)
-        thinking = _json_tail(thinking, limit)
+        thinking = _json_tail(thinking, limit) if spec.sees_thinking else ""
 
-        def judge_sample(number: int) -> Awaitable[Any]:
+        async def judge_sample(number: int) -> Any:
             ask = partial(self._endpoint.ask, sample=number)
-            return spec.sample(ask, prompt.messages, cast(Any, parsed), thinking, number)
+            return await spec.sample(ask, prompt.messages, cast(Any, parsed), thinking, number)
 
-        try:
-            result = spec.combine(cast(Any, parsed), await self._judge_samples(judge_sample))
-        except Unjudged as error:
-            # A completion too long for the context is the policy's fault, not the judge's.
-            size = json_length(final) + spec.sees_thinking * json_length(thinking)
-            if error.kind == "too_long" and size > limit * _LONG:
-                self._counts.skipped += 1
-                return self._count_result(
-                    spec.zero_result(f"it exceeds the judge's context: {error}")
-                )
-            return self._count_result(Failed(error.kind, str(error)))
-        return self._count_result(result)
-
-    async def _judge_samples(self, judge_sample: Callable[[int], Awaitable[Any]]) -> list[Any]:
-        """Judge a completion several times. Raises Unjudged unless more than half of the attempts
-        succeed."""
         count = self._settings.samples
         results = await asyncio.gather(*map(judge_sample, range(count)), return_exceptions=True)
+        samples = [result for result in results if not isinstance(result, BaseException)]
         failures = [result for result in results if isinstance(result, BaseException)]
         for failure in failures:
             if not isinstance(failure, Unjudged):
                 raise failure
-        if 2 * len(failures) >= count:
-            raise failures[0]
-        return [result for result in results if not isinstance(result, BaseException)]
+        if 2 * len(samples) > count:
+            return self._count_result(spec.combine(cast(Any, parsed), samples))
+        error = cast(Unjudged, failures[0])
+        if error.kind == "too_long" and size + json_length(thinking) > limit * _LONG:
+            # The policy's fault, not the judge's.
+            self._counts.skipped += 1
+            return self._count_result(spec.zero_result(f"it exceeds the judge's context: {error}"))
+        return self._count_result(Failed(error.kind, str(error)))
 
     def _count_result(self, result: Judged | Failed) -> Judged | Failed:
         excess = self._rate.add(isinstance(result, Failed))

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -140,81 +141,67 @@ def _has_exited(pidfd: int, within_s: float) -> bool:
     return bool(poll.poll(within_s * 1000))
 
 
-class _Limit(NamedTuple):
-    pidfd: int  # a file descriptor that refers to the process even if its PID is reused
+@dataclass(frozen=True, slots=True, eq=False)
+class _Limit:
+    pid: int
+    pidfd: int  # refers to the process even if its PID is reused
     memory_mib: int
     inside: bool  # True if the process is the first one inside a sandbox
 
 
 class _MemoryLimiter:
-    """Kills sandboxes that exceed their memory limits. A single thread monitors all sandboxes."""
+    """Kills sandboxes that exceed their memory limits. A single thread, started with the first
+    limit, monitors all sandboxes."""
 
     def __init__(self) -> None:
-        self._limits: dict[int, _Limit] = {}
-        self._reasons: dict[int, str] = {}
+        self._limits: dict[_Limit, str] = {}  # to the reason why the sandbox was killed
         self._lock = threading.Lock()
-        self._idle = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def hold(self, pid: int, memory_mib: int, *, inside: bool = False) -> None:
-        """Limit the memory of all processes below `pid`.
-
-        `pid` is the outer process of a sandbox. If `inside` is set, it is the first process in a
-        forked sandbox, whose own memory isn't counted.
-        """
+    def add(self, pid: int, memory_mib: int, inside: bool) -> Callable[[], str]:
+        """Limit the memory of all processes below `pid`. Returns a function that removes the limit
+        and returns why the sandbox was killed, or "" if it wasn't."""
+        try:
+            limit = _Limit(pid, os.pidfd_open(pid), memory_mib, inside)
+        except ProcessLookupError:
+            return lambda: ""
         with self._lock:
-            self._drop(pid)
-            self._reasons.pop(pid, None)
-            try:
-                self._limits[pid] = _Limit(os.pidfd_open(pid), memory_mib, inside)
-            except ProcessLookupError:
-                return
-            self._idle.clear()
+            self._limits[limit] = ""
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="sandboxes", daemon=True)
                 self._thread.start()
+        return partial(self._remove, limit)
 
-    def release(self, pid: int) -> str:
-        """Remove the limit. Returns why the sandbox was killed, or "" if it wasn't."""
+    def _remove(self, limit: _Limit) -> str:
         with self._lock:
-            self._drop(pid)
-            return self._reasons.pop(pid, "")
-
-    def _drop(self, pid: int) -> None:
-        if limit := self._limits.pop(pid, None):
+            if limit not in self._limits:
+                return ""
             os.close(limit.pidfd)
-        if not self._limits:
-            self._idle.set()
+            return self._limits.pop(limit)
 
     def _run(self) -> None:
         while True:
-            with self._lock:
-                if not self._limits:
-                    self._thread = None
-                    return
-                limits = dict(self._limits)
             started = time.monotonic()
-            for pid, limit in limits.items():
+            with self._lock:
+                limits = [limit for limit, reason in self._limits.items() if not reason]
+            for limit in limits:
                 with suppress(OSError):  # out of open files or memory: retried
-                    self._poll(pid, limit)
-            self._idle.wait(max(_POLL_S, (time.monotonic() - started) / _CPU_SHARE))
+                    self._poll(limit)
+            time.sleep(max(_POLL_S, (time.monotonic() - started) / _CPU_SHARE))
 
-    def _poll(self, pid: int, limit: _Limit) -> None:
-        used = measure_processes(pid, include_root=not limit.inside)
-        over = used.resident > limit.memory_mib << 20
+    def _poll(self, limit: _Limit) -> None:
+        used = measure_processes(limit.pid, include_root=not limit.inside)
+        if used.resident <= limit.memory_mib << 20:
+            return
         with self._lock:
-            if self._limits.get(pid) is not limit:
-                return  # released meanwhile
-            if exited := _has_exited(limit.pidfd, 0):
-                over = False  # the PID may belong to another process by now
-            if over:
-                _kill_sandbox(pid, inside=limit.inside)
-                self._reasons[pid] = (
-                    f"out of memory: its {used.processes} processes use {used.resident >> 20} MiB "
-                    f"together, the limit is {limit.memory_mib}"
-                )
-            if over or exited:
-                self._drop(pid)
+            # Removed meanwhile, or the PID may belong to another process by now.
+            if limit not in self._limits or _has_exited(limit.pidfd, 0):
+                return
+            _kill_sandbox(limit.pid, inside=limit.inside)
+            self._limits[limit] = (
+                f"out of memory: its {used.processes} processes use {used.resident >> 20} MiB "
+                f"together, the limit is {limit.memory_mib}"
+            )
 
 
 def _kill_sandbox(pid: int, *, inside: bool) -> None:
@@ -232,9 +219,7 @@ _LIMITER = _MemoryLimiter()
 
 
 def hold(pid: int, memory_mib: int | None, *, inside: bool = False) -> Callable[[], str]:
-    """Limit the memory of a sandbox. Returns a function that removes the limit and returns why the
-    sandbox was killed, or "" if it wasn't."""
-    if memory_mib is None:
-        return lambda: ""
-    _LIMITER.hold(pid, memory_mib, inside=inside)
-    return partial(_LIMITER.release, pid)
+    """Limit the memory of a sandbox. `pid` is its outer process or, if `inside` is set, the first
+    process in a forked sandbox, whose own memory isn't counted. Returns a function that removes the
+    limit and returns why the sandbox was killed, or "" if it wasn't."""
+    return _LIMITER.add(pid, memory_mib, inside) if memory_mib is not None else lambda: ""

@@ -88,9 +88,9 @@ def test_a_reused_pid_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
         limiter = _MemoryLimiter()
         limiter._thread = threading.current_thread()  # polled by hand
         monkeypatch.setattr(processes, "_has_exited", lambda pidfd, within_s, it=exited: it)
-        limiter.hold(own, 64)
-        limiter._poll(own, limiter._limits[own])
-        assert pids == killed and bool(limiter.release(own)) is bool(killed)
+        release = limiter.add(own, 64, inside=False)
+        limiter._poll(next(iter(limiter._limits)))
+        assert pids == killed and bool(release()) is bool(killed) and release() == ""
 
 
 ROOT = Path(__file__).parents[3]
