@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from keel.examples import write_lines
 from keel.rewards.custom import TextTrajectory
 from keel.rewards.judge.prompts import VERDICTS, BadReply, Question, meta_question, rubric_question
 from keel.rewards.judge.specs import Criterion
@@ -96,15 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the JSONL file to write")
     parser.add_argument("--sft", action="store_true", help="write conversations for keel sft")
     options = parser.parse_args(arguments)
-    try:
-        lines = list(_lines(options.labelled, sft=options.sft))
-        with options.out.open("x", encoding="utf-8") as file:
-            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"{len(lines):,} answers to judge in {options.out}")
-    return 0
+    rows = _lines(options.labelled, sft=options.sft)
+    return write_lines(options.out, rows, "answers to judge")
 
 
 if __name__ == "__main__":

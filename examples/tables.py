@@ -19,6 +19,8 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
+from keel.examples import write_lines
+
 _CATEGORIES = ("tea", "paper", "tools", "lamps", "seeds", "glass", "wool", "maps")
 _CLEAR = 0.002
 """The minimum distance between the two largest values, as a fraction of the range of all values."""
@@ -154,15 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="drawn by chance unless given, and then no secret")
     options = parser.parse_args(arguments)
     seed = secrets.randbits(64) if options.seed is None else options.seed
-    try:
-        with options.file.open("x", encoding="utf-8") as file:
-            for task in _task_lines(options.count, seed):
-                file.write(json.dumps(task, ensure_ascii=False) + "\n")
-    except OSError as error:
-        print(f"{options.file}: {error.strerror}; name a new file", file=sys.stderr)
-        return 2
-    print(f"{options.count:,} tasks in {options.file}")
-    return 0
+    return write_lines(options.file, _task_lines(options.count, seed), "tasks")
 
 
 if __name__ == "__main__":

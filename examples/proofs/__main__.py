@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from keel.examples import write_lines
 from keel.rewards.judge.specs import read_proof
 from keel.rewards.text import final_text
 
@@ -70,6 +71,8 @@ def _task_lines(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator
                 "score": score,
             },
         }
+    if not seen:
+        raise ValueError("no proof with a score; evaluate prompts of kind `proof`")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,20 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the JSONL file to write")
     parser.add_argument("--each", type=int, default=4, help="proofs of a problem and score (4)")
     options = parser.parse_args(arguments)
-    try:
-        proofs = (
-            one for folder in options.evaluations for one in _graded(folder / "samples.jsonl")
-        )
-        lines = list(_task_lines(proofs, options.each))
-        if not lines:
-            raise ValueError("no proof with a score; evaluate prompts of kind `proof`")
-        with options.out.open("x", encoding="utf-8") as file:
-            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"{len(lines):,} proofs to verify in {options.out}")
-    return 0
+    graded = (one for folder in options.evaluations for one in _graded(folder / "samples.jsonl"))
+    return write_lines(options.out, _task_lines(graded, options.each), "proofs to verify")
 
 
 if __name__ == "__main__":

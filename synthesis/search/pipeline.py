@@ -4,7 +4,6 @@ search helps to answer.
 A question has a rule that checks the answer, and a prompt has a rubric.
 
 tasks.jsonl   accepted tasks, for `source: jsonl` with the search environment
-recipe.yaml   part of a training recipe: the source that reads these tasks
 """
 
 import hashlib
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import regex
-import yaml
 
 from keel.agents.environments.search.documents import (
     Library,
@@ -85,31 +83,22 @@ class SearchPipeline:
 
     async def __aenter__(self) -> Self:
         config = self._config
-        value = Path(config.index).expanduser() if config.index else None
-        library: Library
+        where = "library" if config.library else "corpus"
         try:
+            library: Library
             if config.library:
                 library = load_library(config.library, config.options)
-                arguments: dict[str, Any] = {
-                    "library": config.library,
-                    "options": dict(config.options),
-                }
             else:
-                path = ensure_index(Path(config.corpus), value, without=[self._file])
+                index = Path(config.index).expanduser() if config.index else None
+                path = ensure_index(Path(config.corpus), index, without=[self._file])
                 library = SearchIndex(path)
-                corpus = Path(config.corpus).expanduser().absolute()
-                arguments = {"corpus": str(corpus), "index": str(path.absolute())}
         except Exception as error:  # a user's function raises anything
-            where = "library" if config.library else "corpus"
-            value = getattr(config, where)
-            raise ConfigError(f"search.{where} = {value}: {error}") from error
+            raise ConfigError(f"search.{where} = {getattr(config, where)}: {error}") from error
         self._workspace = Workspace(library=library, config=config)
         self._starts = self._drawn(library)
         self._prompts = self._given_prompts()
         self.keys = [*self._starts, *self._prompts]
         self._read_accepted()
-        snippet = yaml.safe_dump(self._recipe(arguments), sort_keys=False, allow_unicode=True)
-        (self._folder / "recipe.yaml").write_text(snippet, encoding="utf-8")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -232,22 +221,6 @@ class SearchPipeline:
                 task["provenance"].get("answer", ""),
                 task["environment"]["evidence"],
             )
-
-    def _recipe(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        config = self._config
-        sizes = {"results": config.results, "page_characters": config.page_characters}
-        source = {
-            "name": "search",
-            "source": "jsonl",
-            "path": str(self._file.absolute()),
-            "environment": {
-                "target": "keel.agents.environments.search.environment:Search",
-                "arguments": {**arguments, **sizes},
-                **({"network": "host"} if config.library else {}),
-            },
-            "rewards": {"correct": 0.9, "citations": 0.1},
-        }
-        return {"data": {"sources": [source]}}
 
 
 _MAX_DOCUMENTS = 50_000

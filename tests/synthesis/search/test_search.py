@@ -166,6 +166,12 @@ def made(world: World, *numbers: int) -> World:
     return world
 
 
+def source_of(world: World) -> SourceConfig:
+    environment = EnvironmentConfig(target="keel.agents.environments.search.environment:Search")
+    path = str(world.folder / "tasks.jsonl")
+    return SourceConfig(name="s", source="jsonl", path=path, environment=environment)
+
+
 def test_synthesized_task_is_trainable(tmp_path: Path) -> None:
     world = made(world_of(tmp_path))
     (line,) = world.lines
@@ -173,11 +179,7 @@ def test_synthesized_task_is_trainable(tmp_path: Path) -> None:
     provenance = line["provenance"]
     assert provenance["wrong_answers"] == ["Mirela Dancu", "Tobias Wrenfeld"]
     assert provenance["evidence"] == list(EVIDENCE) and provenance["passes"] == 3
-    recipe = yaml.safe_load((world.folder / "recipe.yaml").read_text())
-    (settings,) = recipe["data"]["sources"]
-    environment = EnvironmentConfig(**settings["environment"])
-    source = SourceConfig(**{**settings, "environment": environment})
-    (item,) = load_jsonl(source, check_spec).items
+    (item,) = load_jsonl(source_of(world), check_spec).items
     verify = verifier_for(item.prompt.reward)
     for said, right in (
         ("I see. <answer>tobias  Wrenfield.</answer>", 1.0),
@@ -201,9 +203,7 @@ def test_library_and_entities_replace_the_corpus(tmp_path: Path) -> None:
     world = made(world_of(tmp_path, corpus="", entities=str(entities), **library))
     (line,) = world.lines
     assert line["provenance"]["entity"] == "Corvane Society"
-    recipe = yaml.safe_load((world.folder / "recipe.yaml").read_text())
-    (settings,) = recipe["data"]["sources"]
-    (hit, *_) = Search(**settings["environment"]["arguments"]).search("Corvane").splitlines()
+    (hit, *_) = Search(**library).search("Corvane").splitlines()
     assert "society.html" in hit
 
 
@@ -355,10 +355,7 @@ def test_prompts_that_search_helps_to_answer_are_selected(tmp_path: Path) -> Non
     (line,) = world.lines
     assert (line["prompt"], line["criteria"]) == (texts[0], criteria)
     assert line["provenance"]["scores"] == {"with_tools": 1.0, "without": 0.0}
-    environment = EnvironmentConfig(target="keel.agents.environments.search.environment:Search")
-    path = str(tmp_path / "out" / "tasks.jsonl")
-    source = SourceConfig(name="s", source="jsonl", path=path, environment=environment)
-    (item,) = load_jsonl(source, check_spec).items
+    (item,) = load_jsonl(source_of(world), check_spec).items
     assert item.prompt.reward["kind"] == "rubric"
 
 
