@@ -30,7 +30,10 @@ from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.turns import Message
 from keel.rl.types import ENVIRONMENT, PROGRAM, FinishReason, Prompt, Segment, Trajectory, Verdict
 
-_RESERVED_ENV = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "KEEL_MCP_URL")
+_RESERVED_ENV = (
+    *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY"),
+    *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "KEEL_MCP_URL"),
+)
 _FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_][\w.]*")
 
 

@@ -1,5 +1,5 @@
-"""Parses and validates chat completion requests, and formats responses and errors, in OpenAI's
-form."""
+"""Parses and validates chat completion requests, and formats responses and errors, in the forms of
+OpenAI and Anthropic."""
 
 import json
 import logging
@@ -348,3 +348,128 @@ def _usage(reply: Reply) -> dict[str, Any]:
         "total_tokens": reply.prompt_tokens + reply.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
     }
+
+
+# Anthropic's Messages API, converted from and to chat completions.
+
+_ANTHROPIC_STOPS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
+_ANTHROPIC_FIELDS = ("system", "messages", "tools", "tool_choice", "output_format")
+
+
+def from_anthropic(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert an Anthropic request to a chat completion request, which `read_request` then checks.
+    Raises ApiError if the request isn't in Anthropic's format."""
+    chat = {name: value for name, value in fields.items() if name not in _ANTHROPIC_FIELDS}
+    chat["response_format"] = fields.get("output_format")  # null counts as missing
+    messages: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] = []
+    try:
+        if system := fields.get("system"):
+            messages.append({"role": "system", "content": _anthropic_text("system", system)})
+        for i, message in enumerate(fields["messages"]):
+            messages += _from_anthropic_message(f"messages[{i}]", message)
+        for i, tool in enumerate(fields.get("tools") or []):
+            if tool.get("type") not in (None, "custom"):
+                raise invalid_field(f"tools[{i}].type", "must be custom, with input_schema")
+            function = {name: tool.get(name) for name in ("name", "description", "strict")}
+            function["parameters"] = tool.get("input_schema")
+            tools.append({"type": "function", "function": function})
+        if choice := fields.get("tool_choice"):
+            chat["tool_choice"] = choice["type"]  # `any` and `tool` are refused
+            if choice.get("disable_parallel_tool_use"):
+                chat["parallel_tool_calls"] = False
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ApiError(400, f"not a request of the Messages API: {error!r}") from error
+    return {**chat, "messages": messages, "tools": tools}
+
+
+def anthropic_answer(reply: Reply, model: str) -> dict[str, Any]:
+    message, content = reply.message, list[dict[str, Any]]()
+    if thought := message.get("reasoning_content"):
+        content.append({"type": "thinking", "thinking": thought, "signature": ""})
+    if message["content"]:
+        content.append({"type": "text", "text": message["content"]})
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
+        content.append({**block, "input": function["arguments"]})
+    return {
+        "id": reply.reply_id,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": content,
+        "stop_reason": _ANTHROPIC_STOPS[reply.finish_reason],
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": reply.prompt_tokens - reply.cached_tokens,
+            "cache_read_input_tokens": reply.cached_tokens,
+            "output_tokens": reply.completion_tokens,
+        },
+    }
+
+
+def anthropic_events(reply: Reply, model: str) -> Iterator[bytes]:
+    whole = anthropic_answer(reply, model)
+    yield _anthropic_event("message_start", message={**whole, "content": [], "stop_reason": None})
+    for index, block in enumerate(whole["content"]):
+        kind, start = block["type"], dict(block)
+        if kind == "tool_use":
+            start["input"] = {}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        else:
+            start[kind] = ""
+            delta = {"type": f"{kind}_delta", kind: block[kind]}
+        yield _anthropic_event("content_block_start", index=index, content_block=start)
+        yield _anthropic_event("content_block_delta", index=index, delta=delta)
+        yield _anthropic_event("content_block_stop", index=index)
+    ended = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    yield _anthropic_event("message_delta", delta=ended, usage=whole["usage"])
+    yield _anthropic_event("message_stop")
+
+
+def anthropic_error(refused: ApiError) -> dict[str, Any]:
+    kind: str = refused.body()["error"]["type"]
+    kind = "api_error" if kind == "server_error" else kind
+    return {"type": "error", "error": {"type": kind, "message": refused.message}}
+
+
+def _from_anthropic_message(at: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    role, content = message["role"], message["content"]
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    texts: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for i, block in enumerate(content):
+        here, kind = f"{at}.content[{i}]", block.get("type")
+        if kind == "text":
+            texts.append({"type": "text", "text": block.get("text")})
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(str(block.get("thinking")))
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": block.get("input")}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            result = _anthropic_text(f"{here}.content", block.get("content") or "")
+            result = f"Error: {result}" if block.get("is_error") else result
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
+        else:
+            raise invalid_field(f"{here}.type", "must be text, thinking, tool_use or tool_result")
+    if role == "assistant":
+        thought = {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+        yield {"role": role, "content": texts, "tool_calls": calls, **thought}
+    elif texts:
+        yield {"role": role, "content": texts}
+
+
+def _anthropic_text(at: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if any(block["type"] != "text" for block in content):
+        raise invalid_field(at, "must be text, the only content the policy reads")
+    return "\n".join(str(block["text"]) for block in content)
+
+
+def _anthropic_event(kind: str, **fields: Any) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()

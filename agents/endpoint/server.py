@@ -20,7 +20,11 @@ from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.requests import (
     MODEL,
     ApiError,
+    anthropic_answer,
+    anthropic_error,
+    anthropic_events,
     completion,
+    from_anthropic,
     load_json,
     load_object,
     read_request,
@@ -53,6 +57,8 @@ class Address:
             "OPENAI_API_BASE": self.base_url,  # LiteLLM and older clients
             "OPENAI_API_KEY": self.api_key,
             "OPENAI_MODEL": MODEL,
+            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self.api_key,
             **({"KEEL_MCP_URL": self.tools_url} if self.tools_url else {}),
         }
 
@@ -78,6 +84,7 @@ class Endpoint:
         app = web.Application(middlewares=[self._format_errors], client_max_size=_MAX_REQUEST_BYTES)
         app.router.add_get("/t/{name}/v1/models", self._models)
         app.router.add_post("/t/{name}/v1/chat/completions", self._chat)
+        app.router.add_post("/t/{name}/v1/messages", self._chat)
         app.router.add_route("*", "/t/{name}/mcp/{key}", self._handle_mcp)
         app.router.add_route("*", "/{path:.*}", self._unknown)
         # A client that disconnects cancels its turn. Bodies are not decompressed: a small one may
@@ -147,7 +154,8 @@ class Endpoint:
             failure = ApiError(500, f"the endpoint failed: {error!r}", code="internal_error")
             if place is not None:
                 place.recorder.record_error(failure)
-        return web.json_response(failure.body(), status=failure.status)
+        body = anthropic_error(failure) if _is_anthropic(request) else failure.body()
+        return web.json_response(body, status=failure.status)
 
     async def _body_of(self, request: web.Request) -> bytes:
         if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
@@ -161,8 +169,9 @@ class Endpoint:
             message = "there is no such trajectory, or it is over"
             raise ApiError(404, message, code="trajectory_over")
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        sent = api_key or (bearer if scheme.lower() == "bearer" else "")
-        if not hmac.compare_digest(sent.strip().encode(errors="replace"), place.key.encode()):
+        header = bearer if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        sent = (api_key or header).strip().encode(errors="replace")
+        if not hmac.compare_digest(sent, place.key.encode()):
             message = "wrong API key: send the trajectory's OPENAI_API_KEY"
             raise ApiError(401, message, code="invalid_api_key")
         return place
@@ -191,7 +200,7 @@ class Endpoint:
         path = request.path.rpartition("/v1/")[2]
         error = ApiError(
             404,
-            f"{request.method} {path}: the endpoint serves chat/completions and models. "
+            f"{request.method} {path}: the endpoint serves chat/completions, messages and models. "
             "Set the program's client to chat completions",
             code="unknown_url",
         )
@@ -203,23 +212,32 @@ class Endpoint:
         place = self._authenticate(request)
         recorder = place.recorder
         try:
-            chat_request = read_request(load_object(await self._body_of(request)))
+            fields = load_object(await self._body_of(request))
+            chat = from_anthropic(fields) if _is_anthropic(request) else fields
+            chat_request = read_request(chat)
         except ApiError as error:
             recorder.record_error(error)
             raise
         reply = await recorder.turn(chat_request)
+        model, is_anthropic = chat_request.model, _is_anthropic(request)
         if not chat_request.stream:
-            return web.json_response(completion(reply, chat_request.model))
+            answer = anthropic_answer if is_anthropic else completion
+            return web.json_response(answer(reply, model))
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         usage = chat_request.stream_options.include_usage
+        events = stream_events(reply, model, include_usage=usage)
         with suppress(ConnectionError):  # the client is gone
             await response.prepare(request)
-            for event in stream_events(reply, chat_request.model, include_usage=usage):
+            for event in anthropic_events(reply, model) if is_anthropic else events:
                 await response.write(event)
             await response.write_eof()
         return response
+
+
+def _is_anthropic(request: web.Request) -> bool:
+    return request.path.endswith("/v1/messages")
 
 
 _PROTOCOL = "2025-06-18"

@@ -31,7 +31,7 @@ from keel.agents.env_runtime.processes import adopt_orphans, die_with_parent, li
 _MAX_BYTES = 1 << 20
 _MAX_ENV_BYTES = 100_000
 """Maximum size of KEEL_TASK in bytes. Linux allows 131071 bytes per variable."""
-_URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "KEEL_MCP_URL")
+_URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "KEEL_MCP_URL")
 
 
 def _forward_port(path: str) -> int:

@@ -13,6 +13,7 @@ from keel.agents.endpoint import server
 from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.server import Address, Endpoint
 from tests.agents.endpoint.kit import (
+    CHAT,
     TOOLS,
     Messages,
     Policy,
@@ -118,6 +119,10 @@ WRONG = [
     ({"logit_bias": {"1": 5}}, "logit_bias"),
     ({"n": 2}, "n"),
 ]
+WRONG_FOR_ANTHROPIC: list[dict[str, Any]] = [
+    {"tool_choice": {"type": "any"}},
+    {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+]
 
 
 async def post(
@@ -148,4 +153,76 @@ async def test_invalid_request_names_its_field() -> None:
         status, answer = await post(address, packed, {"Content-Encoding": "gzip"})
         assert (status, answer["error"]["code"]) == (400, "unsupported_encoding")
         assert (await post(address, b" " * (server._MAX_REQUEST_BYTES + 1)))[0] == 413
+        for change in WRONG_FOR_ANTHROPIC:
+            body = {**BODY, "messages": [user("a")], **change}
+            status, text = await post_anthropic(address, body)
+            answer = json.loads(text)
+            assert (status, answer["type"]) == (400, "error")
+            assert answer["error"]["type"] == "invalid_request_error"
     assert not policy.requests
+
+
+CITY = {
+    "name": "city",
+    "description": "Looks up a city.",
+    "input_schema": TOOLS[0]["function"]["parameters"],
+}
+BODY = {
+    **{"model": "m", "max_tokens": 200, "system": "Be brief.", "tools": [CITY]},
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+}
+
+
+async def post_anthropic(address: Address, body: dict[str, Any]) -> tuple[int, str]:
+    url = f"{address.env['ANTHROPIC_BASE_URL']}/v1/messages"
+    head = {"x-api-key": address.env["ANTHROPIC_API_KEY"]}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url, json=body, headers=head) as answer,
+    ):
+        return answer.status, await answer.text()
+
+
+def assemble(text: str) -> dict[str, Any]:
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+    assert [events[0]["type"], events[-1]["type"]] == ["message_start", "message_stop"]
+    message = events[0]["message"]
+    for event in events:
+        if event["type"] == "content_block_start":
+            message["content"].append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            block, delta = message["content"][event["index"]], event["delta"]
+            if delta["type"] == "input_json_delta":
+                block["input"] = json.loads(delta["partial_json"])
+            else:
+                block[block["type"]] += delta[block["type"]]
+        elif event["type"] == "message_delta":
+            message |= event["delta"]
+    return message
+
+
+@pytest.mark.parametrize(("stream", "thinking"), [(False, True), (True, False)])
+@asynchronous
+async def test_anthropic_tool_loop_extends_its_context(stream: bool, thinking: bool) -> None:
+    policy = Policy(script)
+
+    async with served(recorder_of(policy, thinking=thinking)) as (endpoint, address, _):
+        history: list[dict[str, Any]] = [user("Where to?")]
+        for _ in range(6):
+            request = {**BODY, "messages": history, "stream": stream}
+            status, text = await post_anthropic(address, request)
+            message = assemble(text) if stream else json.loads(text)
+            assert status == 200 and message["usage"]["input_tokens"] > 0
+            calls = [block for block in message["content"] if block["type"] == "tool_use"]
+            assert message["stop_reason"] == ("tool_use" if calls else "end_turn")
+            history.append({"role": "assistant", "content": message["content"]})
+            block = {"type": "tool_result", "content": "far", "is_error": True}
+            results = [{**block, "tool_use_id": call["id"]} for call in calls]
+            text_block = {"type": "text", "text": "Go on."}
+            history.append({"role": "user", "content": results or [text_block]})
+        finished = await endpoint.finish("p/0")
+    check_law(policy, finished.segments)
+    assert finished.counts["extended"] == (3 if thinking else 5)
+    assert [one["function"]["name"] for one in finished.index.dialogues[0].tools] == ["city"]
+    assert finished.index.opening[0] == {"role": "system", "content": "Be brief."}
+    assert "Error: far" in CHAT.decode(policy.turns[-1][0])
