@@ -155,7 +155,11 @@ def grpo_loss(
         )
         _check_complete(sequence_tokens, sequence, advantage, sequence_gap)
     surrogate, clipped = _surrogate(logp - logp_old, advantage, keep, clip_low, clip_high)
-    penalty = _kl_penalty(logp, logp_old, logp_ref, kl_coef, _ESTIMATORS[kl])
+    penalty = torch.zeros_like(logp)
+    if logp_ref is not None:
+        coef = kl_coef.detach() if isinstance(kl_coef, Tensor) else torch.full_like(logp, kl_coef)
+        used = (torch.where(coef > 0, x, 0.0) for x in (logp, logp_old, logp_ref.detach()))
+        penalty = coef * _ESTIMATORS[kl](*used)
     weight = weight_S[sequence] / (sequence_tokens[sequence].to(logp.dtype) * total_sequences)
     loss = (weight * (penalty - surrogate)).sum()
 
@@ -218,20 +222,6 @@ def _surrogate(
         live = keep & ~clipped
     ratio = clamp_log_ratio(torch.where(live, log_ratio, 0.0)).exp()
     return torch.where(keep, torch.where(live, ratio, edge) * advantage, 0.0), clipped
-
-
-def _kl_penalty(
-    logp: Tensor,
-    logp_old: Tensor,
-    logp_ref: Tensor | None,
-    kl_coef: float | Tensor,
-    estimator: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> Tensor:
-    if logp_ref is None:
-        return torch.zeros_like(logp)
-    coef = kl_coef.detach() if isinstance(kl_coef, Tensor) else torch.full_like(logp, kl_coef)
-    inputs = (torch.where(coef > 0, x, 0.0) for x in (logp, logp_old, logp_ref.detach()))
-    return coef * estimator(*inputs)
 
 
 def _total(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:

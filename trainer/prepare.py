@@ -3,7 +3,6 @@
 Only this module and `keel.trainer.launch` combine data, rewards and rollouts.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -61,8 +60,7 @@ from keel.trainer.placement.families import (
     stale_mask_warning,
 )
 from keel.trainer.placement.hardware import Hardware
-from keel.trainer.placement.memory import GIB
-from keel.trainer.placement.nodes import detect_hardware, memory_gib, with_missing_nodes
+from keel.trainer.placement.nodes import detect_hardware, with_missing_nodes
 from keel.trainer.placement.plan import Plan, describe, model_line, ranks_line, section_lines
 from keel.trainer.run.checkpoint import latest_complete, read_state
 from keel.trainer.run.manifest import MANIFEST, check_exported
@@ -350,7 +348,6 @@ def plan_model(
             f"model.path = {path!r}: {line}"
             for line in ignored_code(local_folder(path), transformers)
         ),
-        *_crowding_warnings(config, choice.plan, 0 if machine.gpu else memory_gib()),
     ]
     return PlannedModel(
         config=config,
@@ -560,14 +557,3 @@ def _thinking_warnings(config: Config, tokenizer: Any) -> Iterator[str]:
                 f"model does between {marks.open} and {marks.close}. Ask for these, or set "
                 "model.thinking_marks: ['<think>', '</think>']"
             )
-
-
-def _crowding_warnings(config: Config, plan: Plan, machine_gib: float) -> Iterator[str]:
-    """Warn if engines and ranks together need more than `machine_gib` of memory (0 if unknown)."""
-    engines, ranks = config.rollout.engines, config.trainer.ranks
-    needed = (engines * plan.engine.total + ranks * plan.trainer.total) / GIB
-    if machine_gib and needed > machine_gib and not os.environ.get("RAY_ADDRESS"):
-        yield (
-            f"rollout.engines = {engines}, trainer.ranks = {ranks}: together they want "
-            f"{needed:.0f} GiB by the plan, and this machine has {machine_gib:.0f}; lower them"
-        )
