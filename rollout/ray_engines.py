@@ -46,10 +46,8 @@ class _RayEngine:
         self._actor = ray_timeouts.create(RolloutWorker, name, actor_options, spec)
         self.receiver = Receiver(index, self._actor)
 
-    def _call(
-        self, method: str, *args: Any, gone: tuple[type[RayError], ...] = GONE
-    ) -> Future[Any]:
-        return as_future(ray_timeouts.call(getattr(self._actor, method), *args), gone)
+    def _call(self, method: str, *args: Any) -> Future[Any]:
+        return as_future(ray_timeouts.call(getattr(self._actor, method), *args), _RESULT_LOST)
 
     def ready(self) -> Future[tuple[str, ...]]:
         return self._call("ready")
@@ -58,7 +56,7 @@ class _RayEngine:
         self, request: SampleRequest, *, sampling: SamplingConfig, record: bool
     ) -> Future[Any]:
         if not record:
-            return self._call("sample", request, sampling, record, gone=_RESULT_LOST)
+            return self._call("sample", request, sampling, record)
         method = self._actor.record.options(num_returns=1 + count_completions(request))
         ref, *keys = ray_timeouts.call(method, request, sampling)
         return as_future(ref, _RESULT_LOST, lambda result: attach(result, keys))

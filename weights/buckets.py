@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,18 +133,16 @@ class TensorChecklist:
         the trainer doesn't load.
         """
         self._prefix = f"{decoder}."
+        self._required: set[str] = set()
         self._optional = {"lm_head.weight"} if tied else set[str]()
-        known = {self._plain(name): name for name in names if not _COMPUTED.search(name)}
-        # Patterns that name whole layers mean those behind the last one, hence without numbers.
-        self._optional |= {
-            name for name in known if any(re.search(p, _LAYER.sub(".", name)) for p in unread)
-        }
-        self._names = {
-            plain: name
-            for plain, name in known.items()
-            if _layer(plain) < layers and plain not in self._optional
-        }
-        """Maps names without the decoder's prefix to the names in the checkpoint."""
+        for name in map(self._plain, names):
+            layer = _LAYER.search(name)
+            # Patterns that name whole layers mean those behind the last one, hence without numbers.
+            if any(re.search(pattern, _LAYER.sub(".", name)) for pattern in unread):
+                self._optional.add(name)
+            elif not _COMPUTED.search(name) and (layer is None or int(layer[1]) < layers):
+                self._required.add(name)
+        self._required -= self._optional
         self._missing: set[str] = set()
 
     @staticmethod
@@ -158,23 +157,22 @@ class TensorChecklist:
         )
 
     def begin(self) -> None:
-        self._missing = set(self._names)
+        self._missing = set(self._required)
 
     def arrived(self, bucket: Bucket) -> None:
-        for entry in bucket.entries:
-            name = self._plain(entry.name)
-            if name not in self._names and name not in self._optional:
+        for name in (self._plain(entry.name) for entry in bucket.entries):
+            if name not in self._required and name not in self._optional:
                 raise ValueError(
-                    f"weight update: the engine's checkpoint has no tensor {entry.name!r}; publish "
+                    f"weight update: the engine's checkpoint has no tensor {name!r}; publish "
                     "the names that save_pretrained writes (one tensor for each expert)"
                 )
             self._missing.discard(name)
 
     def finish(self) -> None:
         if self._missing:
-            first = ", ".join(sorted(self._names[name] for name in self._missing)[:3])
+            first = ", ".join(sorted(self._missing)[:3])
             raise ValueError(
-                f"weight update: {len(self._missing)} of {len(self._names)} tensors did not "
+                f"weight update: {len(self._missing)} of {len(self._required)} tensors did not "
                 f"arrive, among them {first}; the engine would mix old and new weights"
             )
 
@@ -184,20 +182,12 @@ class TensorChecklist:
 
 def checkpoint_names(path: str) -> list[str]:
     """Return the tensor names in a safetensors checkpoint. `path` is a folder or a hub name."""
-    index = cached_file(
-        path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False
-    )
-    if index is not None:
+    find = partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
+    if (index := find("model.safetensors.index.json")) is not None:
         return list(json.loads(Path(index).read_text())["weight_map"])
-    single = cached_file(path, "model.safetensors", _raise_exceptions_for_missing_entries=False)
-    if single is None:
+    if (single := find("model.safetensors")) is None:
         raise ValueError(
             f"model.path = {path!r}: has no safetensors checkpoint (model.safetensors)"
         )
     with safe_open(single, framework="pt") as tensors:
         return list(tensors.keys())
-
-
-def _layer(name: str) -> int:
-    match = _LAYER.search(name)
-    return int(match.group(1)) if match else -1

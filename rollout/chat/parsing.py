@@ -5,6 +5,8 @@ policy sampled that token. Parsing never raises an error, whatever the policy wr
 call becomes `Broken`.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -41,59 +43,6 @@ def find_thinking_marks(tokenizer: Any, named: Sequence[str] = ()) -> ThinkingMa
         if marks.close in template:
             return marks
     return next((m for m in _FAMILIES if m.open in added and m.close in added), None)
-
-
-def _split_thinking(
-    text: str,
-    *,
-    opened: bool,
-    inside: bool = False,
-    marks: ThinkingMarks = THINK,
-    call_start: str = "",
-    call_end: str = "",
-    only_calls: re.Pattern[str] | None = None,
-) -> tuple[str, str, bool]:
-    """Split a turn into reasoning and content. Also returns whether the turn ends inside a thinking
-    block.
-
-    A turn that never closes its thinking has no content. If the first mark closes thinking, the
-    text before it is reasoning. Set `opened` if the prompt already opened the thinking, and
-    `inside` if the thinking may contain tool calls. Thinking marks inside a call are ordinary text.
-    See `_Format` for the other arguments.
-    """
-    opening, closing = re.escape(marks.open), re.escape(marks.close)
-    call, end = call_start or r"(?!)", re.escape(call_end)
-    # A call that ends before the next one starts, or else only the start of a call.
-    closed = rf"{call}(?:(?:(?!{call}|{end}).)*+{end})?" if end else call
-    to_end = rf"{call}(?:.*?{end}|.*)" if end else f"{call}.*"
-
-    def first(pattern: str, position: int) -> re.Match[str] | None:
-        matches = re.compile(pattern, re.MULTILINE | re.DOTALL).finditer(text, position)
-        return next((m for m in matches if m[0] in (marks.open, marks.close)), None)
-
-    def has_only_calls(position: int) -> bool:
-        return only_calls is not None and only_calls.match(text, position) is not None
-
-    thinks = opened and not text.lstrip().startswith(marks.open)
-    if not thinks and not has_only_calls(0):
-        mark = first(f"{opening}|{closing}|{closed if end else to_end}", 0)
-        thinks = mark is not None and mark[0] == marks.close
-    position, thoughts, answer = 0, list[str](), list[str]()
-    while True:
-        if thinks:
-            mark = first(f"{closing}|{closed}" if inside else closing, position)
-        elif has_only_calls(position) and not any(map(str.strip, answer[-1:])):
-            mark = None
-        else:
-            mark = first(f"{opening}|{to_end}", position)
-        part = text[position : mark.start() if mark else None]
-        (thoughts if thinks else answer).append(part)
-        if mark is None:
-            break
-        position, thinks = mark.end(), not thinks
-    if thinks:
-        return "\n".join([*answer, *thoughts]).strip(), "", True
-    return "\n".join(part.strip() for part in thoughts), "".join(answer), False
 
 
 _KINDS: dict[type, set[str]] = {
@@ -162,13 +111,7 @@ class _Format:
         if self.name == "harmony":
             return read_harmony(text, inside=inside)
         reasoning, content, is_open = _split_thinking(
-            text,
-            opened=opened,
-            inside=inside,
-            marks=marks,
-            call_start=self.call_start,
-            call_end=self.call_end,
-            only_calls=self.only_calls,
+            text, opened=opened, inside=inside, marks=marks, form=self
         )
         items: list[_Item] = []
         if inside:
@@ -182,6 +125,57 @@ class _Format:
                 call = Broken(text, f"tools are called while thinking, {between}, not outside")
             items.append(call)
         return ParsedTurn(content.strip(), reasoning.strip(), items, is_open)
+
+
+def _split_thinking(
+    text: str,
+    *,
+    opened: bool,
+    inside: bool = False,
+    marks: ThinkingMarks = THINK,
+    form: _Format | None = None,
+) -> tuple[str, str, bool]:
+    """Split a turn into reasoning and content. Also returns whether the turn ends inside a thinking
+    block.
+
+    A turn that never closes its thinking has no content. If the first mark closes thinking, the
+    text before it is reasoning. Set `opened` if the prompt already opened the thinking, and
+    `inside` if the thinking may contain tool calls. Thinking marks inside a call are ordinary text.
+    """
+    opening, closing = re.escape(marks.open), re.escape(marks.close)
+    call, end = (form and form.call_start) or r"(?!)", re.escape(form.call_end if form else "")
+    only_calls = form and form.only_calls
+    # A call that ends before the next one starts, or else only the start of a call.
+    closed = rf"{call}(?:(?:(?!{call}|{end}).)*+{end})?" if end else call
+    to_end = rf"{call}(?:.*?{end}|.*)" if end else f"{call}.*"
+
+    def first(pattern: str, position: int) -> re.Match[str] | None:
+        matches = re.compile(pattern, re.MULTILINE | re.DOTALL).finditer(text, position)
+        return next((m for m in matches if m[0] in (marks.open, marks.close)), None)
+
+    def has_only_calls(position: int) -> bool:
+        return bool(only_calls and only_calls.match(text, position))
+
+    thinks = opened and not text.lstrip().startswith(marks.open)
+    if not thinks and not has_only_calls(0):
+        mark = first(f"{opening}|{closing}|{closed if end else to_end}", 0)
+        thinks = mark is not None and mark[0] == marks.close
+    position, thoughts, answer = 0, list[str](), list[str]()
+    while True:
+        if thinks:
+            mark = first(f"{closing}|{closed}" if inside else closing, position)
+        elif has_only_calls(position) and not any(map(str.strip, answer[-1:])):
+            mark = None
+        else:
+            mark = first(f"{opening}|{to_end}", position)
+        part = text[position : mark.start() if mark else None]
+        (thoughts if thinks else answer).append(part)
+        if mark is None:
+            break
+        position, thinks = mark.end(), not thinks
+    if thinks:
+        return "\n".join([*answer, *thoughts]).strip(), "", True
+    return "\n".join(part.strip() for part in thoughts), "".join(answer), False
 
 
 def detect_format(tokenizer: Any, encoder: Encoder) -> _Format:

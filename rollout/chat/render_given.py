@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from keel.rl.turns import Message, ToolCall, ToolSpec
+from keel.rl.turns import Message, Parsed, ToolCall, ToolSpec
 from keel.rollout.chat.chat import TemplateChat
 
 _ASSISTANT = "assistant"
@@ -77,7 +77,8 @@ def render_given(
         after = messages[index + 1 : index + 2]
         try:
             turn = chat.turn_ids(messages[:index], message, after, tools, thinking=thinking)
-            _check_read_back(chat, message, turn, tools, thinking=thinking)
+            parsed = chat.parse(turn, tools, thinking=thinking, turn=0)
+            _check_read_back(chat, message, parsed)
         except ValueError as error:
             raise ValueError(f"messages[{index}]: {error}") from error
         context.add(turn, trained=True)
@@ -90,7 +91,7 @@ def _check_shown(
     write: Callable[[list[Message]], list[int] | None],
     messages: Sequence[Message],
     first: int,
-    way: tuple[bool, bool | None],
+    mode: tuple[bool, bool | None],
 ) -> None:
     """Raise ValueError if the template doesn't show a message that the assistant did not write.
     Some templates skip messages with unknown roles, or a system message that isn't first.
@@ -98,49 +99,43 @@ def _check_shown(
     The check replaces the messages' contents with probe words and renders them with `write`, once
     per sequence of roles and rendering mode. `first` is the index of the first message.
     """
-    roles = tuple(
-        str(one["role"]) if _strip_text(one.get("content")) else "" for one in messages
-    )  # an empty message loses nothing
+    roles = tuple(str(one["role"]) if _text_of(one, "content") else "" for one in messages)
     checked = _CHECKED.setdefault(chat, set())
-    if (way, roles) in checked:
+    if (mode, roles) in checked:
         return
-    words = [
-        f"keelprobe{index}x" if role not in ("", _ASSISTANT) else ""
+    probes = {
+        index: f"keelprobe{index}x"
         for index, role in enumerate(roles)
+        if role not in ("", _ASSISTANT)
+    }
+    probed = [
+        {**one, "content": probes.get(index, one.get("content"))}
+        for index, one in enumerate(messages)
     ]
-    pairs = zip(messages, words, strict=True)
-    text = chat.decode(write([{**one, "content": w} if w else one for one, w in pairs]) or ())
-    for index, word in enumerate(words):
-        if word not in text:
+    text = chat.decode(write(probed) or ())
+    for index, probe in probes.items():
+        if probe not in text:
             raise ValueError(
                 f"messages[{first + index}]: {chat.label} does not show a message of the role "
                 f"{roles[index]} here. Change its role or place, or remove it"
             )
-    checked.add((way, roles))
+    checked.add((mode, roles))
 
 
-def _check_read_back(
-    chat: TemplateChat,
-    message: Message,
-    turn: Sequence[int],
-    tools: Sequence[ToolSpec],
-    *,
-    thinking: bool,
-) -> None:
-    parsed = chat.parse(turn, tools, thinking=thinking, turn=0)
+def _check_read_back(chat: TemplateChat, message: Message, parsed: Parsed) -> None:
     calls = [
         (call.name, dict(call.arguments)) if isinstance(call, ToolCall) else None
         for call in parsed.calls
     ]
     for name, value, expected in (
-        ("reasoning", parsed.reasoning, _strip_text(message.get("reasoning_content"))),
-        ("content", parsed.content, _strip_text(message.get("content"))),
+        ("reasoning", parsed.reasoning, _text_of(message, "reasoning_content")),
+        ("content", parsed.content, _text_of(message, "content")),
         ("calls", calls, [_parse_call(call) for call in message.get("tool_calls") or ()]),
     ):
         if value != expected:
             raise ValueError(
-                f"{chat.label} would parse its {name} as {_shorten(value)} instead of "
-                f"{_shorten(expected)}. Set model.chat_template to one that shows all of a turn"
+                f"{chat.label} would parse its {name} as {value!r:.80} instead of "
+                f"{expected!r:.80}. Set model.chat_template to one that shows all of a turn"
             )
 
 
@@ -151,10 +146,5 @@ def _parse_call(call: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return str(function["name"]), parsed
 
 
-def _strip_text(text: Any) -> str:
-    return str(text or "").strip()
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}…"
+def _text_of(message: Message, key: str) -> str:
+    return str(message.get(key) or "").strip()

@@ -3,12 +3,10 @@ applied before an engine is built, and is undone or checked afterwards."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 from vllm import ModelRegistry, SamplingParams
@@ -21,7 +19,6 @@ from vllm.v1.engine import core as engine_core
 
 from keel.model.layers.residual import OUTPUTS, linear_float32
 
-_LOG = logging.getLogger(__name__)
 _core: Any = engine_core
 _layernorm: Any = layernorm
 _linear: Any = linear
@@ -32,7 +29,6 @@ _kernels: Any = kernel_warmup
 
 SPARE = 1.25  # enlarges the cache, so that later completions may share prompts with finished ones
 SPARE_PAGES = 16  # per completion, because Keel's scheduler allocates several pages at once
-_RESERVE = 2**30  # bytes for CUDA graphs, which are captured after the cache is allocated
 
 
 @contextmanager
@@ -51,23 +47,14 @@ def cap_kv_cache(conversations: int = 0) -> Iterator[None]:
         vllm_config: Any, kv_cache_specs: list[dict[str, Any]], available_memory: list[int]
     ) -> Any:
         contexts = max(vllm_config.scheduler_config.max_num_seqs, conversations)
-        sizes: list[float | int] = []
+        sizes: list[int] = []
         for spec, memory in zip(kv_cache_specs, available_memory, strict=True):
-            layers, one = spec.values(), 0
-            if len({type(layer) for layer in layers}) == 1:  # otherwise nothing is known
+            layers = spec.values()
+            if len({(type(layer), layer.page_size_bytes) for layer in layers}) == 1:
                 one = sum(layer.max_memory_usage_bytes(vllm_config) for layer in layers)
-            room = _worker_cache_bytes(memory, one, _free_memory)
-            if room > memory:
-                _LOG.warning(
-                    "rollout.gpu_memory_utilization leaves no room for the keys and values of one "
-                    "completion, so the KV cache takes %.1f GiB more of the GPU's free memory. "
-                    "Raise the knob or remove it",
-                    (room - memory) / 2**30,
-                )
-            if one and len({layer.page_size_bytes for layer in layers}) == 1:
                 spare = SPARE_PAGES * sum(layer.page_size_bytes for layer in layers)
-                room = min(room, int(SPARE * contexts * (one + spare)))
-            sizes.append(room)
+                memory = min(memory, int(SPARE * contexts * (one + spare)))
+            sizes.append(memory)
         return original(vllm_config, kv_cache_specs, sizes)
 
     _core.get_kv_cache_configs = get_kv_cache_configs
@@ -75,23 +62,6 @@ def cap_kv_cache(conversations: int = 0) -> Iterator[None]:
         yield
     finally:
         _core.get_kv_cache_configs = original
-
-
-def _worker_cache_bytes(memory: int, one: float | int, free: Callable[[], int]) -> int:
-    """Return a worker's cache size in bytes. This is normally `memory`. If that is too small for a
-    single completion, but free GPU memory makes up the difference, it is `one`, the size that a
-    completion needs.
-
-    vLLM refuses to start without room for one completion, even though it may overestimate the
-    memory needed for everything else. `free` creates a CUDA context in this process, so it is
-    called only in that case.
-    """
-    return int(one) if memory < one and one <= max(0, memory) + free() else memory
-
-
-def _free_memory() -> int:
-    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
-    return max(0, free - _RESERVE)
 
 
 # Start-up time.
