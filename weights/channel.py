@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from keel.model.torch_internals import nccl_options, with_local_index
 from keel.rl.futures import on_thread, settle
-from keel.weights.buckets import Bucket, ChannelData, SharedData, TensorEntry
+from keel.weights.buckets import ChannelData, SharedData
 
 POLL_S = 1e-4
 _CHECK_S = 0.02
@@ -182,8 +182,6 @@ class Mailbox:
         self._store = _connect(rendezvous, f"{name}/mailbox", timeout_s)
         self._timeout_s = timeout_s
         self._acknowledged = 0
-        self._tables: dict[str, tuple[TensorEntry, ...]] = {}
-        """Tensor tables that were sent before, keyed by the name of their first tensor."""
 
     @property
     def _key(self) -> str:
@@ -191,14 +189,7 @@ class Mailbox:
 
     def put(self, method: str, *args: Any) -> None:
         """Send a message. Call `wait` before sending the next one."""
-        count = 0
-        if args and isinstance(bucket := args[0], Bucket):
-            entries, count = bucket.entries, len(bucket.entries)
-            if self._tables.get(entries[0].name) == entries:  # the engine has it, too
-                args = (Bucket(entries=entries[:1], data=bucket.data),)
-            self._tables[entries[0].name] = entries
-        message = count, (method, *args)
-        self._store.set(self._key, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        self._store.set(self._key, pickle.dumps((method, *args), pickle.HIGHEST_PROTOCOL))
 
     def wait(self, check: Callable[[], None]) -> None:
         """Wait until the engine acknowledges the message. `check` raises an error if the engine has
@@ -214,20 +205,12 @@ class Mailbox:
     def next(self) -> tuple[Any, ...]:
         """Wait for the next message. Returns the method's name, followed by its arguments."""
         try:
-            count, message = pickle.loads(self._store.get(self._key))
+            return pickle.loads(self._store.get(self._key))
         except dist.DistNetworkError as error:
             raise ConnectionError(f"the trainer is gone during an update: {error}") from error
         except dist.DistStoreError as error:
             late = f"waited {self._timeout_s:g} s for the trainer to send weights"
             raise TimeoutError(late) from error
-        if count:
-            method, bucket = message
-            name = bucket.entries[0].name
-            if len(bucket.entries) < count:
-                bucket = Bucket(entries=self._tables[name], data=bucket.data)
-            self._tables[name] = bucket.entries
-            return method, bucket
-        return message
 
     def taken(self) -> None:
         """Acknowledge the last message, so that the trainer can send the next one."""

@@ -116,9 +116,9 @@ class WeightsExtension:
 
     keel_attempt = attempt
 
-    def keel_begin_update(self, no_copies: str = "") -> None:
-        """Begin a weight update. `no_copies` is the reason why vLLM's loader must always be used.
-        If it is "", an update is recorded in order to build a copy plan."""
+    def keel_begin_update(self, copies: bool = True) -> None:
+        """Begin a weight update. If `copies` is set, the first one is recorded in order to build a
+        copy plan."""
         self.keel_checksum, self.keel_view = Checksum(), SharedView()
         if self.keel_plan is not None:
             with torch.inference_mode():
@@ -126,9 +126,9 @@ class WeightsExtension:
             return
         model = self.model_runner.get_model()
         if self.keel_tracer is None:
-            self.keel_tracer = LoadTracer(model, [] if no_copies else self._keel_deferred_layers())
-            if no_copies:
-                self.keel_tracer.refuse(no_copies)
+            self.keel_tracer = LoadTracer(model, self._keel_deferred_layers() if copies else [])
+            if not copies:
+                self.keel_tracer.refuse("rollout.copy_weights is false")
             elif self.vllm_config.quant_config is not None:
                 self.keel_tracer.refuse("weights are quantized")
         elif not self.keel_decided:

@@ -123,77 +123,75 @@ NOT_FINITE = (
 
 
 @dataclass(slots=True, kw_only=True)
-class _Job:
-    """A job for the engine: one or more requests that together produce one result."""
+class Job:
+    """A group of completions of `prompt`, or one turn of `conversation`. Each completion is a
+    request to vLLM."""
 
     label: str
     context: Sequence[int] | NDArray[np.int32]
     sampling: SamplingConfig
     recording: RecordingOptions
-    stop_ids: tuple[int, ...] = ()
+    prompt: Prompt | None = None
+    thinking: bool = False  # True if the prompt ends inside a think block
     conversation: str = ""
+    stop_ids: tuple[int, ...] = ()
     requests: dict[str, int] = field(default_factory=dict[str, int])  # number by unfinished name
+    done: dict[int, tuple[TurnResult, str]] = field(
+        default_factory=dict[int, tuple[TurnResult, str]]
+    )
     dropped: list[str] = field(default_factory=list[str])
     cut: bool = False  # after the deadline, each unfinished request ends with its next token
 
-
-@dataclass(slots=True, kw_only=True)
-class GroupJob(_Job):
-    prompt: Prompt
-    thinking: bool
-    done: dict[int, Trajectory] = field(default_factory=dict[int, Trajectory])
-
     def add(self, sibling: int, sampled: TurnResult, text: str) -> None:
-        """Add a completion to the group as a trajectory with one segment. `text` is the completion,
-        decoded without special tokens."""
-        if not np.isfinite(sampled.logp_old_N).all():
+        """Add a completion. `text` is its text without special tokens, or "" for a turn, which the
+        chat format decodes."""
+        if np.isfinite(sampled.logp_old_N).all():
+            self.done[sibling] = sampled, text
+        else:
             self.dropped.append(NOT_FINITE)
-            return
-        prompt, prompt_id = len(self.context), self.prompt.prompt_id
-        tokens = prompt + len(sampled.token_ids_N)
-        recorded = Recordings(
-            routes_RLK=sampled.routes_RLK,
-            sampling_mask=sampled.sampling_mask,
-            selected_RLb=sampled.selected_RLb,
-        )
-        segment = Segment(
-            prompt_id=prompt_id,
-            token_ids_T=np.concatenate([np.array(self.context, np.int32), sampled.token_ids_N]),
-            trainable_T=np.arange(tokens) >= prompt,
-            logp_old_T=np.concatenate([np.zeros(prompt, np.float32), sampled.logp_old_N]),
-            version_T=np.concatenate([np.full(prompt, -1, np.int32), sampled.version_N]),
-            **join_recordings([(prompt, recorded)], tokens),
-        )
-        self.done[sibling] = Trajectory(
-            prompt_id=prompt_id,
-            sibling=sibling,
-            segments=(segment,),
-            finish_reason=sampled.finish_reason,
-            messages=(_split_message(text, thinking=self.thinking),),
-        )
 
-    def result(self) -> Group:
-        trajectories = tuple(self.done[sibling] for sibling in sorted(self.done))
-        return Group(prompt=self.prompt, trajectories=trajectories, dropped=tuple(self.dropped))
-
-
-@dataclass(slots=True, kw_only=True)
-class TurnJob(_Job):
-    done: TurnResult | LostTurn | None = None
-
-    def add(self, sibling: int, sampled: TurnResult, text: str) -> None:
-        finite = np.isfinite(sampled.logp_old_N).all()
-        self.done = sampled if finite else LostTurn(NOT_FINITE)
-
-    def result(self) -> TurnResult | LostTurn:
-        """Return the turn. It has no tokens if the deadline passed before the first token was
-        sampled."""
-        return self.done or TurnResult(
+    def result(self) -> Result:
+        """Return the group or turn. A turn has no tokens if its deadline passed before the first
+        token was sampled."""
+        if self.prompt is not None:
+            trajectories = tuple(
+                self._trajectory(self.prompt, sibling, *self.done[sibling])
+                for sibling in sorted(self.done)
+            )
+            return Group(prompt=self.prompt, trajectories=trajectories, dropped=tuple(self.dropped))
+        if NOT_FINITE in self.dropped:
+            return LostTurn(NOT_FINITE)
+        if self.done:
+            return self.done[0][0]
+        return TurnResult(
             token_ids_N=np.zeros(0, np.int32),
             logp_old_N=np.zeros(0, np.float32),
             version_N=np.zeros(0, np.int32),
             finish_reason="deadline",
         )
 
-
-Job = GroupJob | TurnJob
+    def _trajectory(
+        self, prompt: Prompt, sibling: int, sampled: TurnResult, text: str
+    ) -> Trajectory:
+        before = len(self.context)
+        tokens = before + len(sampled.token_ids_N)
+        recorded = Recordings(
+            routes_RLK=sampled.routes_RLK,
+            sampling_mask=sampled.sampling_mask,
+            selected_RLb=sampled.selected_RLb,
+        )
+        segment = Segment(
+            prompt_id=prompt.prompt_id,
+            token_ids_T=np.concatenate([np.array(self.context, np.int32), sampled.token_ids_N]),
+            trainable_T=np.arange(tokens) >= before,
+            logp_old_T=np.concatenate([np.zeros(before, np.float32), sampled.logp_old_N]),
+            version_T=np.concatenate([np.full(before, -1, np.int32), sampled.version_N]),
+            **join_recordings([(before, recorded)], tokens),
+        )
+        return Trajectory(
+            prompt_id=prompt.prompt_id,
+            sibling=sibling,
+            segments=(segment,),
+            finish_reason=sampled.finish_reason,
+            messages=(_split_message(text, thinking=self.thinking),),
+        )

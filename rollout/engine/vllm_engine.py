@@ -36,10 +36,8 @@ from keel.model.routing import is_moe
 from keel.rl.turns import THINK, TurnRequest, TurnResult, seed_of
 from keel.rollout.chat.parsing import find_thinking_marks
 from keel.rollout.engine.conversion import (
-    GroupJob,
     Job,
     Result,
-    TurnJob,
     decode_all,
     render_prompt,
 )
@@ -111,7 +109,6 @@ class VllmEngine:
             sampling_mask=self._masks and spec.config.sampling.truncated,
             selection=self._selection,
         )
-        self._no_copies = "" if spec.config.copy_weights else "it is switched off"
         if spec.batch_invariant:
             install_invariant_kernels()
         in_process = config.architectures or () if spec.config.tensor_parallel == 1 else ()
@@ -145,31 +142,31 @@ class VllmEngine:
             routes_from=request.routes_from if isinstance(request, TurnRequest) else 0,
         )
         if isinstance(request, TurnRequest):
-            turn = TurnJob(
+            seeds = [request.seed]
+            job = Job(
                 label=f"conversation {request.conversation}",
                 context=request.token_ids_T,
                 sampling=replace(sampling, max_tokens=request.max_tokens),
                 recording=recording,
-                stop_ids=request.stop_ids,
                 conversation=request.conversation,
+                stop_ids=request.stop_ids,
             )
-            self._begin(number, turn, [request.seed])
-            return
-        prompt = request.prompt
-        rendered = render_prompt(self._tokenizer, prompt, self._marks)
-        group = GroupJob(
-            label=f"prompt {prompt.prompt_id}",
-            context=rendered.token_ids,
-            sampling=sampling,
-            recording=recording,
-            prompt=prompt,
-            thinking=rendered.thinking,
-        )
-        # One request per sibling: each has its seed, which is the same on every engine and in every
-        # run, and they share the prompt's blocks.
-        key = self.spec.seed, self.version, request.draw
-        seeds = [seed_of(*key, sibling, prompt.prompt_id) for sibling in range(request.size)]
-        self._begin(number, group, seeds)
+        else:
+            prompt = request.prompt
+            rendered = render_prompt(self._tokenizer, prompt, self._marks)
+            # One request per sibling: each has its seed, which is the same on every engine and in
+            # every run, and they share the prompt's blocks.
+            key = self.spec.seed, self.version, request.draw
+            seeds = [seed_of(*key, sibling, prompt.prompt_id) for sibling in range(request.size)]
+            job = Job(
+                label=f"prompt {prompt.prompt_id}",
+                context=rendered.token_ids,
+                sampling=sampling,
+                recording=recording,
+                prompt=prompt,
+                thinking=rendered.thinking,
+            )
+        self._begin(number, job, seeds)
 
     def _begin(self, number: int, job: Job, seeds: Sequence[int]) -> None:
         if self.updating:
@@ -212,11 +209,13 @@ class VllmEngine:
             for output in outputs
             if isinstance(output, RequestOutput) and output.request_id in self._owners
         ]
-        jobs = [self._jobs[self._owners[output.request_id]] for output in finished]
-        groups = [o for o, job in zip(finished, jobs, strict=True) if isinstance(job, GroupJob)]
-        sampled = [output.outputs[0].token_ids for output in groups]
-        decoded = decode_all(self._tokenizer, sampled, self._marks)
-        texts = dict(zip((output.request_id for output in groups), decoded, strict=True))
+        groups = {
+            output.request_id: output.outputs[0].token_ids
+            for output in finished
+            if self._jobs[self._owners[output.request_id]].prompt is not None
+        }
+        decoded = decode_all(self._tokenizer, [*groups.values()], self._marks)
+        texts = dict(zip(groups, decoded, strict=True))
         for output in finished:
             name = output.request_id
             number = self._owners.pop(name)
@@ -282,7 +281,8 @@ class VllmEngine:
             completed = self._pause()
         self.updating = True
         self._checklist.begin()
-        self._call(self._llm.collective_rpc, "keel_begin_update", args=(self._no_copies,))
+        copies = self.spec.config.copy_weights
+        self._call(self._llm.collective_rpc, "keel_begin_update", args=(copies,))
         return completed
 
     def gpus(self) -> list[str]:

@@ -195,19 +195,6 @@ def test_messages_arrive_in_order_and_are_removed(
     assert arriving.result(PATIENCE_S) == update and store.num_keys() == keys
 
 
-def test_tables_travel_once(rendezvous: Rendezvous) -> None:
-    outbox, inbox = ends(rendezvous)
-    bucket = Bucket(entries=ENTRIES, data=ChannelData(8))
-    sizes: list[int] = []
-    for _ in range(3):
-        outbox.put("load_bucket", bucket)
-        sizes.append(len(outbox._store.get(outbox._key)))
-        assert inbox.next() == ("load_bucket", bucket)
-        inbox.taken()
-        outbox.wait(nothing)
-    assert sizes[0] > 10_000 and max(sizes[1:]) < 1_000
-
-
 def test_next_update_may_overlap_the_last_thread(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:

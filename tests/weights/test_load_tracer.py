@@ -134,7 +134,7 @@ class Worker:
 
     def update(self, tensors: dict[str, Tensor], *, copies: bool = True, size: int = 900) -> str:
         """Send an update whose blocks end within layers; returns the method of the next update."""
-        self.extension.keel_begin_update("" if copies else "it is switched off")
+        self.extension.keel_begin_update(copies)
         planned = update_kind(self.extension) == "copies"
         for bucket in pack_buckets(tensors.items(), size):
             data = np.array(bucket.data)
@@ -161,7 +161,7 @@ def assert_equal(actual: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 def loaded(tensors: dict[str, Tensor], *extra: tuple[str, nn.Module]) -> dict[str, Tensor]:
     worker = Worker(*extra)
-    assert worker.update(tensors, copies=False) == "it is switched off"
+    assert worker.update(tensors, copies=False) == "rollout.copy_weights is false"
     return worker.weights()
 
 

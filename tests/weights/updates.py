@@ -25,7 +25,7 @@ Model = Literal["experts", "dense", "latent", "gpt2"]
 CACHE_GIB = 1.0
 """GiB; an engine uses at most 640 blocks of 16 tokens, for 16 answers of 256 tokens."""
 BLOCKS = 16 * 256 / 32, 641
-OFF = "it is switched off"
+OFF = "rollout.copy_weights is false"
 
 
 def make(folder: Path, of: Model) -> Any:

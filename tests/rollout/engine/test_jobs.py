@@ -18,11 +18,10 @@ from keel.configs.schema import (
 from keel.model.batch_invariant import VARIABLE
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.turns import TurnResult
-from keel.rl.types import Group, SamplingMasks
+from keel.rl.types import SamplingMasks
 from keel.rollout.engine.conversion import (
     NOT_FINITE,
-    GroupJob,
-    TurnJob,
+    Job,
     _split_message,
     decode_all,
 )
@@ -38,8 +37,8 @@ JOB: dict[str, Any] = {
 }
 
 
-def group(*recordings: dict[str, Any]) -> Group:
-    job = GroupJob(**JOB, prompt=prompt(), thinking=False)
+def group(*recordings: dict[str, Any]) -> Any:
+    job = Job(**JOB, prompt=prompt())
     for sibling, recording in enumerate(recordings):
         job.add(sibling, completion(**recording), "four")
     return job.result()
@@ -90,7 +89,7 @@ def test_non_finite_completions_are_dropped_alone(value: float) -> None:
     sampled = group({"logp": (-1, value)}, {})
     assert [trajectory.sibling for trajectory in sampled.trajectories] == [1]
     assert sampled.dropped == (NOT_FINITE,)
-    turn = TurnJob(**JOB)
+    turn = Job(**JOB)
     turn.add(0, completion(logp=(-1, value)), "")
     lost = pickle.loads(pickle.dumps(turn.result()))  # as from the engine's process
     assert isinstance(lost, LostTurn) and str(lost) == NOT_FINITE
