@@ -22,7 +22,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,18 +75,12 @@ class _OneTokenSampler(Sampler):
         super().add_request(req_idx, sampling_params)
 
     def apply_staged_writes(self) -> None:
-        if self.changed or not self.only_known:
+        if self.changed:
             self.changed = False
             super().apply_staged_writes()
 
     def masks(self, requests: NDArray[np.integer]) -> bool:
         return self.return_sampling_mask and not self.unmasked[requests].all()
-
-    @property
-    def only_known(self) -> bool:
-        """True if all logits processors are vLLM's own. Their state only changes when requests are
-        added or removed."""
-        return [type(processor) for processor in self.logits_processors] == _PROCESSORS
 
     def __call__(self, logits: Tensor, input_batch: InputBatch) -> SamplerOutput:
         requests = input_batch.idx_mapping_np
@@ -133,22 +127,11 @@ class _OneTokenSampler(Sampler):
         return _to_sampler_output(sampled_rows, sampled, rejected)
 
     def only_truncates(self, requests: NDArray[np.integer]) -> bool:
-        """Return True if these requests only use temperature > 0, top-p and a small top-k."""
-        states, thinking = self.sampling_states, self.thinking_budget_state
-        if not self.only_known:
-            return False
-        bias, penalties, words = cast(
-            "tuple[LogitBiasState, PenaltiesState, BadWordsState]", self.logits_processors
-        )
-        return bool(
-            (states.top_k.np[requests] <= WIDEST_MASK).all()
-            and (states.temperature.np[requests] > 0).all()
-            and not states.min_p.np[requests].any()
-            and not bias.use_logit_bias[requests].any()
-            and not penalties.use_penalty[requests].any()
-            and not words.num_bad_words.np[requests].any()
-            and not (thinking.enabled and thinking.use_thinking_budget[requests].any())
-        )
+        """Return True if these requests use temperature > 0 and a small top-k. Besides top-p,
+        Keel's requests set no other parameter that changes the logits."""
+        states = self.sampling_states
+        small = (states.top_k.np[requests] <= WIDEST_MASK).all()
+        return bool(small and (states.temperature.np[requests] > 0).all())
 
 
 def _to_sampler_output(rows: SampledRows, sampled: Tensor, rejected: Tensor) -> SamplerOutput:
@@ -165,9 +148,10 @@ def _to_sampler_output(rows: SampledRows, sampled: Tensor, rejected: Tensor) -> 
 
 
 def install(runner: Any) -> bool:
-    """Replace a model runner's sampler. Returns False if this process doesn't have one."""
+    """Replace a model runner's sampler. Returns False if this process doesn't have one, or if a
+    plugin has added logits processors to it."""
     sampler: Any = runner.sampler
-    if type(sampler) is not Sampler:
+    if type(sampler) is not Sampler or [*map(type, sampler.logits_processors)] != _PROCESSORS:
         return False
     counts = torch.tensor([[1], [0]], dtype=torch.int32, device=runner.device)
     sampler.__class__ = _OneTokenSampler

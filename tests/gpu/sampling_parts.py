@@ -22,12 +22,11 @@ def sampling_requests() -> list[SamplingParams]:
         SamplingParams(seed=2, logprobs=0, top_k=300, temperature=0.7),
         SamplingParams(seed=3, logprobs=0, top_k=40, top_p=0.9, temperature=1.3),
         SamplingParams(seed=4, logprobs=0, top_k=512, top_p=0.5),
-        SamplingParams(seed=5, logprobs=0, top_k=200, min_p=0.05),
+        SamplingParams(seed=5, logprobs=0, top_k=200),
         SamplingParams(seed=6, logprobs=0, temperature=0),
         SamplingParams(seed=7, logprobs=0, temperature=0.9),
         SamplingParams(seed=8, top_k=20),
         SamplingParams(seed=9, logprobs=2, top_k=20),
-        SamplingParams(seed=10, logprobs=0, top_k=20, logit_bias={5: 3.0}),
     ]
 
 
