@@ -160,10 +160,11 @@ class TensorChecklist:
         self._missing = set(self._required)
 
     def arrived(self, bucket: Bucket) -> None:
-        for name in (self._plain(entry.name) for entry in bucket.entries):
+        for entry in bucket.entries:
+            name = self._plain(entry.name)
             if name not in self._required and name not in self._optional:
                 raise ValueError(
-                    f"weight update: the engine's checkpoint has no tensor {name!r}; publish "
+                    f"weight update: the engine's checkpoint has no tensor {entry.name!r}; publish "
                     "the names that save_pretrained writes (one tensor for each expert)"
                 )
             self._missing.discard(name)
