@@ -37,7 +37,7 @@ from keel.rollout.ray_engines import ray_pool
 from keel.rollout.spec import EngineSpec
 from keel.trainer.learner import Learner
 from keel.trainer.placement.nodes import start_ray
-from keel.weights.buckets import checkpoint_names
+from keel.weights.checklist import checkpoint_names
 from keel.weights.sync import WeightSync
 
 GB = 1e9

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from keel.weights.buckets import (
+from keel.weights.channel import (
     ALIGNMENT,
     Bucket,
     FlatBucket,

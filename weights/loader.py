@@ -27,8 +27,19 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from keel.model.load import LOAD_FORMAT, readable_tensors
-from keel.weights.buckets import Bucket, ChannelData, Checksum, SharedData, host_bytes, unpack_flat
-from keel.weights.channel import Channel, Rendezvous, SharedView, attempt, gpu_id
+from keel.weights.channel import (
+    Bucket,
+    Channel,
+    ChannelData,
+    Checksum,
+    Rendezvous,
+    SharedData,
+    SharedView,
+    attempt,
+    gpu_id,
+    host_bytes,
+    unpack_flat,
+)
 from keel.weights.copy_plan import CopyPlan, LoadTracer
 
 _LOG = logging.getLogger(__name__)

@@ -25,15 +25,19 @@ from transformers import PreTrainedModel
 
 from keel.model import ray_timeouts
 from keel.model.load import Named, Whole, as_checkpoint, module_tensors, precision
-from keel.weights.buckets import (
+from keel.weights.channel import (
     ALIGNMENT,
     Bucket,
+    Channel,
     ChannelData,
     Checksum,
     FlatBucket,
+    Mailbox,
+    Rendezvous,
+    SharedMemory,
     TensorEntry,
+    gpu_id,
 )
-from keel.weights.channel import Channel, Mailbox, Rendezvous, SharedMemory, gpu_id
 from keel.weights.sync import Outcome, Receiver
 
 _GRACE_S = 5.0  # seconds to wait for the engine to report an error after a channel breaks

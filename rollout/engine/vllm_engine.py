@@ -52,8 +52,8 @@ from keel.rollout.recording.native import NativeRecorder
 from keel.rollout.recording.packed import PackedRecorder
 from keel.rollout.recording.v1 import V1Recorder
 from keel.rollout.spec import EngineError, EngineSpec, RecordingError, SampleRequest
-from keel.weights.buckets import Bucket, TensorChecklist
-from keel.weights.channel import Rendezvous, call_workers
+from keel.weights.channel import Bucket, Rendezvous, call_workers
+from keel.weights.checklist import TensorChecklist
 
 VERSION = "0.32.0"
 _MAX_DRAIN_STEPS = 64  # vLLM schedules one or two steps ahead

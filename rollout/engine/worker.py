@@ -52,8 +52,7 @@ if TYPE_CHECKING:
     from keel.configs.schema import RolloutConfig
     from keel.rollout.engine.conversion import Result
     from keel.rollout.engine.vllm_engine import VllmEngine
-    from keel.weights.buckets import Bucket
-    from keel.weights.channel import Mailbox, Rendezvous
+    from keel.weights.channel import Bucket, Mailbox, Rendezvous
 
 _STOP_S = 60.0
 

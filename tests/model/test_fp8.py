@@ -11,7 +11,7 @@ from keel.configs.schema import ConfigError
 from keel.model.load import checkpoint_tensors, load_model_config, load_policy
 from keel.model.trainable import trainable_facts
 from keel.trainer.engine.weights import write_model
-from keel.weights.buckets import TensorChecklist
+from keel.weights.checklist import TensorChecklist
 from tests.model.families import VOCAB, build
 from tests.model.quantised import HALVES, quantise, set_block
 
@@ -42,7 +42,7 @@ def test_weights_are_dequantised(family: str, block: tuple[int, int], tmp_path: 
     # Every tensor of an update is known to an engine that started from the folder, and the export
     # is a plain model.
     manifest = TensorChecklist.of_checkpoint(path, load_model_config(path))
-    assert {*manifest._names} == {name.removeprefix("model.") for name in expected}
+    assert {*manifest._required} == {name.removeprefix("model.") for name in expected}
     write_model(tmp_path / "export", loaded, checkpoint_tensors(loaded), dtype="bfloat16")
     assert not hasattr(load_model_config(str(tmp_path / "export")), "quantization_config")
 

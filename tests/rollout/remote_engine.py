@@ -18,8 +18,7 @@ from keel.rl.types import Group, Prompt
 from keel.rollout.engine.worker import EngineThread
 from keel.rollout.recording.base import core_of
 from keel.rollout.spec import EngineSpec, GroupRequest, env_vars
-from keel.weights.buckets import Bucket, Checksum
-from keel.weights.channel import SharedMemory
+from keel.weights.channel import Bucket, Checksum, SharedMemory
 from tests.buckets import pack_buckets, pack_flat
 from tests.forked import forked_from
 from tests.waiting import wait_for

@@ -11,13 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from keel.weights.buckets import Bucket, ChannelData, Checksum, TensorEntry, unpack_flat
 from keel.weights.channel import (
+    Bucket,
     Channel,
+    ChannelData,
+    Checksum,
     Mailbox,
     Rendezvous,
+    TensorEntry,
     attempt,
     call_workers,
+    unpack_flat,
 )
 from tests.buckets import pack_flat
 from tests.waiting import PATIENCE_S, wait_for, within_some

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.weights.buckets import FlatBucket, TensorEntry
+from keel.weights.channel import FlatBucket, TensorEntry
 from keel.weights.copy_plan import CopyPlan, _CopyPiece, _merge_pieces, _simplify_dims
 from tests.buckets import pack_flat
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from keel.model.load import checkpoint_tensors, load_policy
 from keel.weights import sender
-from keel.weights.buckets import ALIGNMENT, FlatBucket, TensorChecklist, unpack_flat
+from keel.weights.channel import ALIGNMENT, FlatBucket, unpack_flat
+from keel.weights.checklist import TensorChecklist
 from keel.weights.sender import BucketPacker
 from tests.buckets import pack_buckets, unpack_bucket
 from tests.model.test_load import MOE_LAYERS, built

@@ -15,8 +15,15 @@ from ray.exceptions import RayActorError
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rollout.engine.worker import EngineThread
-from keel.weights.buckets import Bucket, ChannelData, Checksum, FlatBucket, unpack_flat
-from keel.weights.channel import Channel, Rendezvous
+from keel.weights.channel import (
+    Bucket,
+    Channel,
+    ChannelData,
+    Checksum,
+    FlatBucket,
+    Rendezvous,
+    unpack_flat,
+)
 from keel.weights.sender import Sender
 from keel.weights.sync import Receiver
 from tests.buckets import pack_flat

@@ -63,7 +63,7 @@ from keel.trainer.nonfinite import Finding, NanTracer, SkipCounter
 from keel.trainer.placement.memory import reading_ranks, sums_in_float32
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.restarts import UpdateOutOfMemory
-from keel.weights.buckets import Bucket, FlatBucket, in_host_memory
+from keel.weights.channel import Bucket, FlatBucket, in_host_memory
 
 MIB = 2**20
 _CUT = 4

@@ -22,7 +22,7 @@ from keel.model.load import checkpoint_tensors, is_tied, module_tensors, precisi
 from keel.trainer.engine.deepspeed_internals import deepspeed
 from keel.trainer.engine.expert_parallel import ExpertLayers
 from keel.trainer.run.manifest import Entry, seal, sizes
-from keel.weights.buckets import FlatBucket
+from keel.weights.channel import FlatBucket
 from keel.weights.sender import BucketPacker
 
 _LOG = logging.getLogger(__name__)

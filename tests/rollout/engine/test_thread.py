@@ -11,7 +11,7 @@ from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import Group, Prompt
 from keel.rollout.engine.worker import EngineThread
 from keel.rollout.spec import EngineError, GroupRequest, RecordingError
-from keel.weights.buckets import Bucket
+from keel.weights.channel import Bucket
 from tests.rl.rollouts import prompt
 from tests.waiting import PATIENCE_S
 

@@ -24,6 +24,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from keel.rl.types import Recordings
 from keel.rollout.engine.vllm_engine import _end_at_next_token
 from keel.rollout.recording.base import Recorder, RecordingOptions
 from keel.rollout.recording.packed import PackedRecorder
@@ -417,6 +418,6 @@ def non_finite_completions_skip_route_checks(config: Any) -> None:
         completion: Any = SimpleNamespace(token_ids=[7, 0])
         recording = recorder.take("r", 3, completion)
         assert np.array_equal(recording.logp, np.array([-1, value], np.float32), equal_nan=True)
-        assert recording.sampling_mask is None and recording.routes is None
+        assert recording.arrays == Recordings()
         assert not recorder._options
         assert not scheduler.recordings  # type: ignore[attr-defined]

@@ -1,108 +1,19 @@
-"""Pack named tensors into buckets for a weight update, and check that an update is complete. A
-bucket is one flat buffer with a table of its tensors, so that thousands of tensors need only a few
-large transfers."""
+"""Check that a weight update is complete."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import partial
-from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from safetensors import safe_open
-from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from keel.model.transformers_internals import unused_tensor_patterns
-
-ALIGNMENT = 64  # alignment of tensors in bytes, so that they can be used without copying
-
-
-class TensorEntry(NamedTuple):
-    """A tensor in a bucket. It's a tuple for speed, because a large update has tens of thousands of
-    tensors."""
-
-    name: str  # Name of the tensor in the checkpoint. Each expert's tensors have their own names.
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelData:
-    """Tells the engine that a bucket's bytes will follow on its `Channel`."""
-
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class SharedData:
-    """Location of a bucket's bytes on a GPU shared by sender and receiver (CUDA IPC)."""
-
-    handle: tuple[Any, ...]
-    size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Tensors packed into one flat buffer, as sent to an engine."""
-
-    entries: tuple[TensorEntry, ...]
-    data: NDArray[np.uint8] | ChannelData | SharedData
-    """The bytes in host memory, or where to find them."""
-
-
-FlatBucket = tuple[tuple[TensorEntry, ...], Tensor]
-"""A bucket on the device of its tensors: the tensor table and the bytes as one flat tensor."""
-
-
-def in_host_memory(buckets: Iterable[FlatBucket]) -> Iterator[Bucket]:
-    """Copy buckets to host memory, for Ray's object store."""
-    for entries, flat in buckets:
-        yield Bucket(entries=entries, data=flat.cpu().numpy())
-
-
-def host_bytes(bucket: Bucket) -> Tensor:
-    """Return a bucket's bytes as a tensor in host memory. Read-only bytes are copied first."""
-    assert isinstance(bucket.data, np.ndarray)
-    return torch.from_numpy(bucket.data if bucket.data.flags.writeable else bucket.data.copy())
-
-
-def unpack_flat(entries: Iterable[TensorEntry], flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and tensor of each bucket entry. The tensors are views of `flat`."""
-    for entry in entries:
-        dtype = getattr(torch, entry.dtype)
-        part = flat[entry.offset : entry.offset + entry.numel * dtype.itemsize]
-        yield entry.name, (part.view(dtype) if entry.numel else part.to(dtype)).view(entry.shape)
-
-
-class Checksum:
-    """A checksum over all buckets of an update, in order. Both sender and receiver compute it."""
-
-    def __init__(self) -> None:
-        self._sums: list[Tensor] = []
-
-    def add(self, flat: Tensor) -> None:
-        self._sums.append(flat.view(torch.int64).sum())
-
-    def value(self) -> int:
-        total = 0
-        for each in torch.stack(self._sums).tolist() if self._sums else ():
-            total = (total * 31 + each) % 2**61
-        return total
-
+from keel.weights.channel import Bucket
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _COMPUTED = re.compile(
