@@ -108,7 +108,7 @@ def _check_shown(
         for index, role in enumerate(roles)
         if role not in ("", _ASSISTANT)
     }
-    probed = [
+    probed: list[Message] = [
         {**one, "content": probes.get(index, one.get("content"))}
         for index, one in enumerate(messages)
     ]
