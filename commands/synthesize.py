@@ -21,9 +21,8 @@ from keel.synthesis.author import (
 from keel.synthesis.ledger import Ledger, Rejected, TaskOutcome
 from keel.trainer.run.progress import waiting
 
-MakeTask = Callable[[str], Awaitable[Sequence[Rejected] | None]]
-"""Create the task for a key and write it to the folder, completely or not at all. Returns the
-rejected drafts.
+MakeTask = Callable[[str], Awaitable[None]]
+"""Create the task for a key and write it to the folder, completely or not at all.
 
 Raises Rejected if a check rejects the task, AuthorLost if a model does not respond, or BudgetSpent
 if the next call could exceed the budget.
@@ -42,7 +41,7 @@ class _Pipeline(Protocol):
 
     async def __aexit__(self, *_: object) -> None: ...
 
-    async def make(self, key: str) -> Sequence[Rejected] | None: ...
+    async def make(self, key: str) -> None: ...
 
 
 def synthesize(config: SynthesisConfig) -> int:
@@ -135,9 +134,9 @@ async def _make_all(
             key, begun = queue.pop(), time.monotonic()
             gate, reason, reply = "", "", "kept"
             try:
-                drafts = await make(key) or ()
+                await make(key)
             except Rejected as refused:
-                gate, reason, drafts = refused.gate, refused.reason, refused.drafts
+                gate, reason = refused.gate, refused.reason
                 reply = f"rejected by {gate}: {reason}"
             except AuthorLost as error:
                 lost += 1
@@ -156,7 +155,6 @@ async def _make_all(
                     gate=gate,
                     reason=reason,
                     seconds=round(time.monotonic() - begun, 3),
-                    drafts=[(draft.gate, draft.reason) for draft in drafts],
                 )
             )
             shown.done += 1
@@ -183,9 +181,6 @@ def _print_report(report: Mapping[str, Any]) -> None:
         print(f"  rejected by {gate}: {refused['tasks']:,}")
         for reason, count in refused["reasons"].items():
             print(f"    {count:,} × {reason}")
-    if report["drafts"]:
-        drafts = ", ".join(f"{count:,} by {gate}" for gate, count in report["drafts"].items())
-        print(f"  rejected drafts: {drafts}")
     for purpose, cost in report["cost"].items():
         money = f", {cost['usd']:.2f} USD" if cost["usd"] else ""
         print(f"  {purpose}: {cost['calls']:,} calls, {cost['tokens']:,} tokens{money}")

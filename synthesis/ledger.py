@@ -8,7 +8,7 @@ report.json      totals: made, kept, rejected by gate with reasons, tokens and m
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,8 +28,6 @@ class TaskOutcome:
     gate: str = ""
     reason: str = ""
     seconds: float = 0.0
-    drafts: Sequence[Sequence[str]] = ()
-    """A (gate, reason) pair for each rejected draft."""
 
 
 class Rejected(Exception):
@@ -38,7 +36,6 @@ class Rejected(Exception):
     def __init__(self, gate: str, reason: str) -> None:
         super().__init__(f"{gate}: {reason}")
         self.gate, self.reason = gate, reason
-        self.drafts: Sequence[Rejected] = ()
 
 
 class Ledger:
@@ -58,7 +55,10 @@ class Ledger:
             folder = stack.enter_context(WorkFolder(self.folder, "dir", "synthesis"))
             self._outcomes, self._usage = map(folder.lines, ("outcomes.jsonl", "usage.jsonl"))
             try:
-                outcomes = [TaskOutcome(**line) for line in self._outcomes.read()]
+                lines = self._outcomes.read()
+                for line in lines:
+                    line.pop("drafts", None)  # written by older versions
+                outcomes = [TaskOutcome(**line) for line in lines]
                 self.spent = [CallUsage(**line) for line in self._usage.read()]
             except (ValueError, TypeError) as error:
                 raise folder.error(f"cannot be read: {error}") from error
@@ -90,7 +90,6 @@ class Ledger:
         for outcome in self.outcomes.values():
             if outcome.outcome == "refused":
                 by_gate.setdefault(outcome.gate, Counter())[outcome.reason[:_MAX_REASON]] += 1
-        drafts = Counter(gate for each in self.outcomes.values() for gate, _ in each.drafts)
         purposes: dict[str, dict[str, float]] = {}
         for usage in self.spent:
             of = purposes.setdefault(usage.purpose, {"calls": 0, "tokens": 0, "usd": 0.0})
@@ -104,7 +103,6 @@ class Ledger:
                 gate: {"tasks": reasons.total(), "reasons": dict(reasons.most_common(_MAX_REASONS))}
                 for gate, reasons in sorted(by_gate.items())
             },
-            "drafts": dict(drafts.most_common()),
             "cost": purposes,
             "authors": sorted({usage.model for usage in self.spent}),
         }

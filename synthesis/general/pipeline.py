@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -132,10 +132,10 @@ class GeneralPipeline:
     async def __aexit__(self, *error: object) -> None:
         await self._sandboxes.__aexit__(*error)
 
-    async def make(self, key: str) -> Sequence[Rejected] | None:
+    async def make(self, key: str) -> None:
         done, path = self._done / key, self._sandboxes.making / key
         if done.exists():  # an earlier start ended before it wrote the ledger
-            return None
+            return
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
         path.chmod(0o755)
@@ -150,12 +150,8 @@ class GeneralPipeline:
         try:
             await writer.run()
             os.replace(path, done)
-        except Rejected as refused:
-            refused.drafts = writer.drafts
-            raise
         finally:
             shutil.rmtree(path, ignore_errors=True)
-        return writer.drafts
 
 
 @dataclass(kw_only=True)
@@ -169,10 +165,9 @@ class _EnvironmentWriter:
     author: Author
     reference: Author
     seed: int
-    drafts: list[Rejected] = field(default_factory=list[Rejected])
-    """Drafts that a gate rejected."""
 
     def __post_init__(self) -> None:
+        self._refused: list[Rejected] = []
         self._files: dict[str, str] = dict.fromkeys(("tools.py", "solve.py", "verify.py"), "")
         self._tasks: list[dict[str, Any]] = []
         self._specs: Mapping[str, Mapping[str, Any]] = {}
@@ -207,7 +202,7 @@ class _EnvironmentWriter:
             except Rejected as refused:
                 if step < config.least_tasks:
                     raise
-                self.drafts.append(refused)
+                self._refused.append(refused)
                 break
         if len(self._tasks) < config.least_tasks:
             reason = f"no attempt passes after {len(self._tasks)} tasks, fewer than "
@@ -224,7 +219,7 @@ class _EnvironmentWriter:
             "attempts": config.attempts,
             "passed": self._passed if config.attempts else None,
             "calls_of_the_solution": self._calls,
-            "drafts_refused": [[one.gate, one.reason] for one in self.drafts],
+            "drafts_refused": [[one.gate, one.reason] for one in self._refused],
         }
         self._put("provenance.json", _as_json(provenance))
 
@@ -279,7 +274,7 @@ class _EnvironmentWriter:
             except Rejected as refused:
                 if not remaining:
                     raise
-                self.drafts.append(refused)
+                self._refused.append(refused)
                 answer = f"Rejected ({refused.gate}): {refused.reason}"
                 self._messages.append(_user(f"{answer}\n\nFix it, and write all sections again."))
 

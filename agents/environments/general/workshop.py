@@ -8,7 +8,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -206,8 +206,7 @@ class Workshop:
         """Check that the verifier refuses empty answers, variants of the true answer, and the
         answers to earlier tasks."""
         hollow = [_map_leaves(change, answer) for change in _HOLLOW]
-        empty = [*_EMPTY, *(one for one in hollow if one != answer)]
-        self._refuse("empty", number, ((repr(one), one) for one in empty))
+        self._refuse("empty", number, [*_EMPTY, *(one for one in hollow if one != answer)])
         self._refuse("mutated", number, _mutate_answer(answer))
         texts = list(dict.fromkeys(_strings_in(self._folder.database())))[:_MAX_TEXTS]
         others = _draw_wrong_answers(answer, texts, self._seed)
@@ -215,13 +214,12 @@ class Workshop:
         if len(accepted) > len(others) // 2:
             reason = f"verify accepts {len(accepted)} of {len(others)} answers drawn at random"
             raise _Refused("mutated", f"{reason}, {_short(accepted[0])} among them")
-        tasks = ((f"the answer of task {n}", one) for n, one in enumerate(earlier))
-        self._refuse("easier", number, tasks)
+        self._refuse("easier", number, earlier)
 
-    def _refuse(self, gate: str, number: int, answers: Iterable[tuple[str, Any]]) -> None:
-        for name, answer in answers:
+    def _refuse(self, gate: str, number: int, answers: Sequence[Any]) -> None:
+        for answer in answers:
             if self._accepts(number, answer):
-                raise _Refused(gate, f"verify accepts {name[:_MAX_MESSAGE]}")
+                raise _Refused(gate, f"verify accepts the wrong answer {_short(answer)}")
 
     def _accepts(self, number: int, answer: Any) -> bool:
         verdict = run_verifier(self._folder, number, answer, self._verify_s)
@@ -323,48 +321,39 @@ _ALTERATIONS: Mapping[str, tuple[_Leaf, _Leaf]] = {
 """Maps descriptions of altered tool results to the change of each value and of whole results."""
 
 
-def _mutate_answer(answer: Any) -> list[tuple[str, Any]]:
+def _mutate_answer(answer: Any) -> list[Any]:
     """Return up to `_MAX_MUTATIONS` wrong answers that differ from the true one in a single value,
-    key or entry, each with a description."""
-    every = [
-        (place if place.startswith("[") else f"the answer{place}", other)
-        for place, other in _changed(answer)
-    ]
+    key or entry."""
+    every = list(_changed(answer))
     step = max(1.0, len(every) / _MAX_MUTATIONS)
     return [every[int(n * step)] for n in range(min(len(every), _MAX_MUTATIONS))]
 
 
-def _changed(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all variants of a value with a single value, key or entry changed, each with a
-    description of where it differs."""
+def _changed(value: Any) -> Iterator[Any]:
+    """Yield all variants of a value with a single value, key or entry changed."""
     match value:
         case dict():
             fields = cast(dict[str, Any], value)
-            yield " with a further key", {**fields, "further": 1}
+            yield {**fields, "further": 1}
             for key, inner in fields.items():
-                yield f" without {key!r}", {k: v for k, v in fields.items() if k != key}
-                for place, other in _changed(inner):
-                    yield f"[{key!r}]{place}", {**fields, key: other}
+                yield {k: v for k, v in fields.items() if k != key}
+                yield from ({**fields, key: other} for other in _changed(inner))
         case list():
             items = cast(list[Any], value)
             if items:
-                _, other = next(_changed(items[-1]), ("", None))
-                yield " with an entry twice", [*items, items[-1]]
-                yield " with a further entry", [*items, other]
+                yield [*items, items[-1]]
+                yield [*items, next(_changed(items[-1]), None)]
             for n, inner in enumerate(items):
-                yield f" without entry {n}", items[:n] + items[n + 1 :]
-                for place, other in _changed(inner):
-                    yield f"[{n}]{place}", [*items[:n], other, *items[n + 1 :]]
+                yield items[:n] + items[n + 1 :]
+                yield from ([*items[:n], other, *items[n + 1 :]] for other in _changed(inner))
         case bool():
-            yield from ((f" = {other!r}", other) for other in (not value, None))
+            yield from (not value, None)
         case int():
-            yield from ((f" = {other!r}", other) for other in (value + 1, value - 1, None))
+            yield from (value + 1, value - 1, None)
         case float():
-            others = (value + max(1.0, abs(value)), -value - 1.0, None)
-            yield from ((f" = {other!r}", other) for other in others)
+            yield from (value + max(1.0, abs(value)), -value - 1.0, None)
         case str():
-            others = (f"{value} or another", f"another or {value}", "")
-            yield from ((f" = {other!r}", other) for other in others)
+            yield from (f"{value} or another", f"another or {value}", "")
         case _:
             pass
 
