@@ -20,9 +20,9 @@ from keel.rl.types import ScoredGroup
 from keel.trainer import loop
 from keel.trainer.launch import Runtime, SftRuntime, launch, launch_sft
 from keel.trainer.nonfinite import SHOWN_FINDINGS
-from keel.trainer.placement.choose import save_choice
 from keel.trainer.placement.elastic import ElasticLayouts, RetryOnOom
 from keel.trainer.placement.hardware import place
+from keel.trainer.placement.layouts import save_choice
 from keel.trainer.placement.nodes import planned_hardware
 from keel.trainer.placement.step_time import token_flops
 from keel.trainer.prepare import SftTask, Task, prepare, prepare_pretraining, prepare_sft

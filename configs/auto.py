@@ -1,7 +1,7 @@
 """Knobs that default to `auto`: Keel chooses their values for the hardware and the model.
 
 A `Config` never contains `auto`. It has the schema's defaults for these knobs until
-`keel.trainer.placement.choose` (the layout on GPUs, and the precision on a CPU) replaces them.
+`keel.trainer.placement.layouts` (the layout on GPUs, and the precision on a CPU) replaces them.
 """
 
 import math

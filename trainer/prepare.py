@@ -52,7 +52,6 @@ from keel.rollout.chat.render_given import render_given
 from keel.rollout.chat.template_checks import check_prefix_law
 from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.build_agents import check_chat, check_environments
-from keel.trainer.placement.choose import Choice, choose, load_choice, with_dtype
 from keel.trainer.placement.families import (
     check_engine,
     check_indexer_length,
@@ -60,6 +59,7 @@ from keel.trainer.placement.families import (
     stale_mask_warning,
 )
 from keel.trainer.placement.hardware import Hardware
+from keel.trainer.placement.layouts import Choice, choose, load_choice, with_dtype
 from keel.trainer.placement.nodes import detect_hardware, with_missing_nodes
 from keel.trainer.placement.plan import Plan, describe, model_line, ranks_line, section_lines
 from keel.trainer.run.checkpoint import latest_complete, read_state

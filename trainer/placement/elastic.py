@@ -25,9 +25,8 @@ from keel.model.ray_timeouts import CALL_S, bounded
 from keel.rl.metrics import Sum
 from keel.rl.types import ScoredGroup, StepResult
 from keel.trainer.placement import hardware as hardware_rules
-from keel.trainer.placement.choose import choose, update_choice, yaml_value
 from keel.trainer.placement.hardware import Hardware, Node, limit_nodes, place
-from keel.trainer.placement.layouts import Values, with_values
+from keel.trainer.placement.layouts import Values, choose, update_choice, with_values, yaml_value
 from keel.trainer.placement.nodes import cluster_nodes
 from keel.trainer.placement.watchdog import can_connect
 from keel.trainer.run import checkpoint

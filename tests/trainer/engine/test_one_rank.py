@@ -23,11 +23,11 @@ from keel.rl.types import ScoredGroup
 from keel.trainer.engine.deepspeed_internals import loss_scale, set_loss_scale
 from keel.trainer.engine.engine import TrainerEngine
 from keel.trainer.learner import Learner, TrainerWorker, plan_shares
-from keel.trainer.placement.choose import CACHE_FILE
 from keel.trainer.placement.elastic import (
     OomRecovery,
     RetryOnOom,
 )
+from keel.trainer.placement.layouts import CACHE_FILE
 from keel.trainer.run.restarts import UpdateOutOfMemory
 from tests.rl.packed import pack
 from tests.trainer.engine.batches import Rollouts, write_model

@@ -27,8 +27,7 @@ from keel.configs.schema import (
     TrainerConfig,
 )
 from keel.model import ray_timeouts
-from keel.trainer.placement import choose, nodes
-from keel.trainer.placement.choose import _has_bfloat16, with_dtype
+from keel.trainer.placement import layouts, nodes
 from keel.trainer.placement.hardware import (
     ENGINE,
     JUDGE,
@@ -38,6 +37,7 @@ from keel.trainer.placement.hardware import (
     limit_nodes,
     place,
 )
+from keel.trainer.placement.layouts import _has_bfloat16, with_dtype
 from keel.trainer.placement.nodes import (
     detect_hardware,
     planned_hardware,
@@ -266,9 +266,9 @@ def bfloat16(
     flags = "fpu avx2" + " avx512f avx512_bf16" * request.param
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: {flags}\n")
-    monkeypatch.setattr(choose, "_CPUINFO", info)
+    monkeypatch.setattr(layouts, "_CPUINFO", info)
     _has_bfloat16.cache_clear()
-    monkeypatch.setattr(choose, "_has_bfloat16", lambda: _has_bfloat16.__wrapped__())
+    monkeypatch.setattr(layouts, "_has_bfloat16", lambda: _has_bfloat16.__wrapped__())
     return request.param
 
 

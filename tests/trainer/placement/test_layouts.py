@@ -20,18 +20,21 @@ from keel.configs.schema import (
     SamplingConfig,
     TrainerConfig,
 )
-from keel.trainer.placement.choose import (
+from keel.trainer.placement.elastic import ElasticLayouts
+from keel.trainer.placement.hardware import Hardware, Node, idle_nodes, place
+from keel.trainer.placement.layouts import (
     _CACHED,
+    _TIE,
     Choice,
+    Layout,
+    LayoutSearch,
     _relevant_knobs,
     choose,
     load_choice,
     save_choice,
     update_choice,
+    with_values,
 )
-from keel.trainer.placement.elastic import ElasticLayouts
-from keel.trainer.placement.hardware import Hardware, Node, idle_nodes, place
-from keel.trainer.placement.layouts import _TIE, Layout, LayoutSearch, with_values
 from keel.trainer.placement.plan import make_plan
 from keel.trainer.run.checkpoint import STATE
 from keel.trainer.run.journal import EVENTS

@@ -23,7 +23,7 @@ from keel.data.pass_rates import _PassRate, read_pass_rates
 from keel.model.load import load_model_config, load_policy, load_tokenizer
 from keel.model.tiny.build import model_config
 from keel.model.tiny.tokenizer import build_tokenizer
-from keel.trainer.placement.choose import load_choice, save_choice, update_choice
+from keel.trainer.placement.layouts import load_choice, save_choice, update_choice
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import steps_of
