@@ -50,16 +50,12 @@ class LaunchedSandbox(Protocol):
     @property
     def env(self) -> Mapping[str, str]: ...
 
-    def started(self, pid: int) -> _LimitCheck:
-        """Start monitoring the sandbox whose outer process is `pid`."""
-        ...
-
 
 class EnvSandbox(Protocol):
     """Interface for the sandboxes that environments run in. A sandboxed process can read only
     system files, its own program and the paths in `readable`.
 
-    `parent` starts a sandbox for a process that forks children and isolates them from each other.
+    `forks` starts a sandbox for a process that forks children and isolates them from each other.
     `inner` holds the settings that the fork server needs to isolate children, or None if this
     machine doesn't support it. `probe` is Python code that tries to escape and prints `isolated` if
     it can't. `hold` monitors a sandbox's memory, given its outer process. If `inside` is set, it
@@ -73,11 +69,7 @@ class EnvSandbox(Protocol):
     def probe(self) -> str: ...
 
     def __call__(
-        self, command: Sequence[str], *, readable: Sequence[Path]
-    ) -> AbstractContextManager[LaunchedSandbox]: ...
-
-    def parent(
-        self, command: Sequence[str], *, readable: Sequence[Path]
+        self, command: Sequence[str], *, readable: Sequence[Path], forks: bool = False
     ) -> AbstractContextManager[LaunchedSandbox]: ...
 
     def hold(self, pid: int, *, inside: bool) -> _LimitCheck: ...
@@ -309,7 +301,7 @@ def launch(
     descriptors."""
     inherited = {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
     kind = socket.SOCK_SEQPACKET if forks else socket.SOCK_STREAM
-    wrap = settings.wrap and (settings.wrap.parent if forks else settings.wrap)
+    wrap = settings.wrap
     readable = (*readable, *settings.readable)
     with (
         open_channel(kind, private=wrap is None) as (ours, theirs, stderr, write_end, scratch),
@@ -317,7 +309,8 @@ def launch(
     ):
         base = {"TMPDIR": scratch} if scratch else {}
         try:
-            with wrap(command, readable=readable) if wrap else nullcontext() as sandbox:
+            prepared = wrap(command, readable=readable, forks=forks) if wrap else nullcontext()
+            with prepared as sandbox:
                 process = subprocess.Popen(
                     sandbox.command if sandbox else command,
                     stdin=theirs.fileno(),
@@ -330,7 +323,7 @@ def launch(
                 )
                 undo.callback(process.wait)
                 undo.callback(process.kill)
-                limit = sandbox.started(process.pid) if sandbox else None
+                limit = wrap.hold(process.pid, inside=False) if wrap and not forks else None
         except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
             reason = f"cannot run {command[0]}: {error}"
             raise EnvironmentLost("start", "open", reason) from error
@@ -347,7 +340,7 @@ def launch(
         pidfd=pidfd,
         status=status,
         scratch=scratch,
-        sandbox="" if limit is None else "outer",
+        sandbox="outer" if wrap else "",
         limit=limit,
     )
 

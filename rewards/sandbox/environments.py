@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -62,10 +62,6 @@ class _SandboxLaunch:
     command: Sequence[str]
     pass_fds: Sequence[int]
     env: Mapping[str, str]
-    memory_mib: int | None
-
-    def started(self, pid: int) -> Callable[[], str]:
-        return hold(pid, self.memory_mib)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,19 +85,6 @@ class EnvironmentSandbox:
                     f"environment sandbox: {folder} is not writable by others, but under root an "
                     f"environment runs as another user: chmod o+rwx {folder}"
                 )
-
-    def __call__(
-        self, command: Sequence[str], *, readable: Sequence[Path]
-    ) -> AbstractContextManager[_SandboxLaunch]:
-        """Prepare a sandbox for a command line. Raises FileNotFoundError if the program doesn't
-        exist, and PermissionError if the user inside the sandbox can't read or write a folder."""
-        return self._launch(command, readable, forking=False)
-
-    def parent(
-        self, command: Sequence[str], *, readable: Sequence[Path]
-    ) -> AbstractContextManager[_SandboxLaunch]:
-        """Prepare a sandbox for a process that forks children and isolates them using `inner`."""
-        return self._launch(command, readable, forking=True)
 
     @property
     def inner(self) -> Mapping[str, Any] | None:
@@ -128,9 +111,12 @@ class EnvironmentSandbox:
         return seccomp_filter(platform.machine(), sockets=sockets, permitted=permitted)
 
     @contextmanager
-    def _launch(
-        self, command: Sequence[str], readable: Sequence[Path], *, forking: bool
+    def __call__(
+        self, command: Sequence[str], *, readable: Sequence[Path], forks: bool = False
     ) -> Generator[_SandboxLaunch]:
+        """Prepare a sandbox for a command line. Set `forks` for a process that forks children and
+        isolates them using `inner`. Raises FileNotFoundError if the program doesn't exist, and
+        PermissionError if the user inside the sandbox can't read or write a folder."""
         root = os.geteuid() == 0
         host = self.network == "host"
         program = find_runtime(command[0])
@@ -146,7 +132,7 @@ class EnvironmentSandbox:
                 words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
         words += self._mount_folders([*program.paths, *readable], root)
         mount_proc = ""
-        if forking and root:
+        if forks and root:
             # A /proc mounted by root's bubblewrap is partly covered, so nested namespaces could not
             # mount theirs. The program's user can write to none of what would be covered.
             words += ["--cap-add", "CAP_SYS_ADMIN", *folder_args(["/proc"])]
@@ -165,7 +151,7 @@ class EnvironmentSandbox:
                 "/dev/shm",
             ]
         with ExitStack() as stack:
-            filter = self._seccomp(*FORKING) if forking else self._seccomp()
+            filter = self._seccomp(*FORKING) if forks else self._seccomp()
             fd = bubblewrap.memory_file(stack, filter)
             words += ["--remount-ro", "/", "--seccomp", str(fd), "--"]
             words += ["/bin/sh", "-c", mount_proc + '"$@"; exit $?', "sh"]
@@ -176,7 +162,7 @@ class EnvironmentSandbox:
             # The first process of a user namespace counts too. Forked children count here and have
             # the same limit, so the forking parent's (with a colon: the soft one only) can be
             # raised.
-            words += [f"--nproc={self.processes + (not root)}{':' * forking}", "--"]
+            words += [f"--nproc={self.processes + (not root)}{':' * forks}", "--"]
             words += [program.executable, *command[1:]]
             env = {
                 "HOME": TMP,
@@ -184,7 +170,7 @@ class EnvironmentSandbox:
                 "USER": "sandbox",
                 "PATH": f"{Path(program.executable).parent}:/usr/local/bin:/usr/bin:/bin",
             }
-            yield _SandboxLaunch(words, (fd,), env, None if forking else self.memory_mib)
+            yield _SandboxLaunch(words, (fd,), env)
 
     def _mount_folders(self, readable: Sequence[Path], root: bool) -> list[str]:
         """Return the bubblewrap arguments that mount the readable and writable folders and cover
