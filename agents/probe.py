@@ -10,7 +10,7 @@ import numpy as np
 
 from keel.agents.endpoint.program import AgentProgram, DrivenEpisode
 from keel.agents.endpoint.server import Endpoint
-from keel.agents.env_process.client import Hosted, fork_server_for
+from keel.agents.env_process.client import ForkServer, Hosted
 from keel.agents.env_process.process import Program
 from keel.agents.episode import Budget, ContextShortener
 from keel.agents.mcp_client import McpEpisode, McpServer
@@ -44,12 +44,11 @@ async def try_environment(
     a turn. Raises ValueError if the environment can't be opened, its tools are invalid, or its
     opening messages don't fit in the context window."""
     name = program.target if isinstance(program, Program) else program.name
-    fork_server = fork_server_for(program) if isinstance(program, Program) else None
-    inner = (
-        Hosted(program, fork_server=fork_server)
-        if isinstance(program, Program)
-        else McpEpisode(program)
-    )
+    if isinstance(program, Program):
+        fork_server = ForkServer(program)
+        inner = Hosted(program, fork_server=fork_server)
+    else:
+        fork_server, inner = None, McpEpisode(program)
     environment = WithSystemPrompt(inner, prompt)
     began = time.monotonic()
     try:

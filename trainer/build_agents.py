@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.agents.endpoint.program import AgentProgram, resolve_command
-from keel.agents.env_process.client import Hosted, fork_server_for
+from keel.agents.env_process.client import ForkServer, Hosted
 from keel.agents.env_process.process import KEEL, Deadlines, EnvSandbox, Program
 from keel.agents.environments.interpreter import CELL_S, ENDING_S, split_call_time
 from keel.agents.episode import POLICY_PHASES, Budget, ContextShortener
@@ -267,8 +267,9 @@ def environment_factory(
         return lambda: WithSystemPrompt(NoEnvironment(), prompt)
     if not isinstance(spec, Program):
         return lambda: WithSystemPrompt(McpEpisode(spec, starting=starting), prompt)
-    server = fork_server_for(spec) if closing is not None else None
-    if closing is not None and server is not None:
+    server = None
+    if closing is not None:
+        server = ForkServer(spec)
         closing.append(server.close)
     return lambda: WithSystemPrompt(Hosted(spec, starting=starting, fork_server=server), prompt)
 

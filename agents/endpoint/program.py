@@ -62,12 +62,9 @@ class AgentProgram(ProcessSettings):
             raise ValueError(f"agent program: env must not set {reserved[0]}, which Keel sets")
 
     @property
-    def is_function(self) -> bool:
-        return str(START) in self.command
-
-    @property
     def name(self) -> str:
-        return self.command[-1] if self.is_function else self.command[0]
+        is_function = str(START) in self.command
+        return self.command[-1] if is_function else self.command[0]
 
 
 def resolve_command(program: str, *, python: str, folder: Path) -> list[str]:

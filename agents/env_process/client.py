@@ -259,12 +259,6 @@ def verdict_of(reply: Mapping[str, Any]) -> Verdict:
     return Verdict(parts=verdict.parts, facts=verdict.facts)
 
 
-def fork_server_for(program: Program) -> ForkServer | None:
-    """Create a fork server, or return None if `preload` is off. The caller is responsible for
-    closing it."""
-    return ForkServer(program) if program.preload else None
-
-
 _REPLY_BYTES = 1 << 16
 
 
@@ -275,7 +269,7 @@ class ForkServer:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self.disabled_reason = ""
+        self.disabled_reason = "" if program.preload else "environment.preload is false"
         if program.wrap and program.wrap.inner is None:
             self.disabled_reason = "this machine cannot sandbox a forked process"
         self._process: ChildProcess | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import ForkServer, Hosted, fork_server_for
+from keel.agents.env_process.client import ForkServer, Hosted
 from keel.agents.env_process.process import EnvSandbox, Program
 from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap
@@ -43,7 +43,7 @@ def attackers(wrap: EnvSandbox, **settings: Any) -> Program:
 @asynccontextmanager
 async def parent_for(wrap: EnvSandbox, way: str) -> AsyncIterator[ForkServer | None]:
     """Yield a fork server for attackers if `way` is forked, else None."""
-    parent = fork_server_for(attackers(wrap)) if way == "forked" else None
+    parent = ForkServer(attackers(wrap)) if way == "forked" else None
     try:
         yield parent
         assert parent is None or not parent.disabled_reason, parent.disabled_reason

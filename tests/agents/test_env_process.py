@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import ForkServer, Hosted, fork_server_for
+from keel.agents.env_process.client import ForkServer, Hosted
 from keel.agents.env_process.process import Program
 from keel.agents.env_runtime.processes import descendants
 from keel.agents.types import EnvironmentLost, Unscored
@@ -142,8 +142,7 @@ async def test_faults_inside_a_call() -> None:
 
 @asynccontextmanager
 async def forking(program: Program) -> AsyncIterator[ForkServer]:
-    server = fork_server_for(program)
-    assert server is not None
+    server = ForkServer(program)
     try:
         yield server
     finally:
@@ -164,7 +163,7 @@ async def opened(program: Program, server: ForkServer | None, seed: int = 3) -> 
 @asynchronous
 async def test_descendants_end_with_the_environment(how: str, forked: bool) -> None:
     spec = program(preload=forked)
-    server = fork_server_for(spec)
+    server = ForkServer(spec)
     async with opened(spec, server) as environment:
         helpers = json.loads((await use(environment, "hire")).text)
         assert len(helpers) == 2 and all(map(alive, helpers))
@@ -174,10 +173,10 @@ async def test_descendants_end_with_the_environment(how: str, forked: bool) -> N
     # A process that left the group is found only below a living parent.
     gone = helpers[:1] if how == "exit" else helpers
     wait_for(lambda: not any(map(alive, gone)), f"the end of the helpers: {how}")
-    if server is not None:
+    if forked:
         assert server._process is not None
         assert not descendants(server._process.pid)
-        await server.close()
+    await server.close()
     for pid in filter(alive, helpers):
         os.kill(pid, signal.SIGKILL)
 
@@ -186,7 +185,7 @@ async def test_descendants_end_with_the_environment(how: str, forked: bool) -> N
 @asynchronous
 async def test_cancelled_opening_leaves_nothing(forked: bool) -> None:
     spec = program(preload=forked)
-    server = fork_server_for(spec)
+    server = ForkServer(spec)
     for seconds in (0.0, 0.01, 0.1, 0.3, 0.0, 0.002, 0.05):
         environment = Hosted(spec, fork_server=server)
         opening = asyncio.create_task(environment.open(TASK, seed=3))
@@ -201,8 +200,7 @@ async def test_cancelled_opening_leaves_nothing(forked: bool) -> None:
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert (await lost(use(environment, "call"))).fault == "closed"
-    if server is not None:
-        await server.close()
+    await server.close()
 
 
 @asynchronous

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import Hosted, fork_server_for
+from keel.agents.env_process.client import ForkServer, Hosted
 from keel.agents.env_process.process import EnvSandbox
 from keel.agents.env_runtime.processes import descendants
 from keel.agents.types import EnvironmentLost
@@ -181,10 +181,10 @@ async def test_folder_permissions(tmp_path: Path) -> None:
     options = {"kind": "functions", "folder": folders["env"], "readable": (folders["data"],)}
 
     spec = program(str(tmp_path / "alone.py"), wrap=wrap, **options)
-    parent = fork_server_for(spec)
+    parent = ForkServer(spec)
     environment = Hosted(spec, fork_server=parent)
     await environment.open(TASK, seed=3)
-    assert parent is not None and "/tmp" in parent.disabled_reason
+    assert "/tmp" in parent.disabled_reason
 
     async def answer(tool: str, path: Path | str) -> str:
         return (await use(environment, tool, path=str(path))).text
