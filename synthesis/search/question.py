@@ -381,21 +381,20 @@ def _check_answer(draft: _Draft, library: Library, *, depth: int) -> None:
 
 @dataclass(slots=True)
 class AcceptedQuestions:
-    questions: dict[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
+    terms: list[frozenset[str]] = field(default_factory=list[frozenset[str]])
+    """The search terms of each question."""
     facts: set[tuple[str, frozenset[str]]] = field(default_factory=set[tuple[str, frozenset[str]]])
+    """Each answer with the documents that it follows from."""
 
     def check(self, question: str, answer: str, documents: Iterable[str]) -> None:
-        reply, result = letters_and_digits(question), frozenset(search_terms(question))
-        if reply in self.questions:
-            raise Rejected("duplicate", "the question exists already")
+        terms = frozenset(search_terms(question))
+        if any(len(terms & other) >= _ALIKE * len(terms | other) for other in self.terms):
+            raise Rejected("duplicate", "a nearly identical question exists already")
         if answer and (letters_and_digits(answer), frozenset(documents)) in self.facts:
             raise Rejected("duplicate", "a question with this answer and evidence exists already")
-        for other in self.questions.values():
-            if len(result & other) >= _ALIKE * len(result | other):
-                raise Rejected("duplicate", "a nearly identical question exists already")
 
     def add(self, question: str, answer: str, documents: Iterable[str]) -> None:
-        self.questions[letters_and_digits(question)] = frozenset(search_terms(question))
+        self.terms.append(frozenset(search_terms(question)))
         if answer:
             self.facts.add((letters_and_digits(answer), frozenset(documents)))
 
