@@ -1,7 +1,7 @@
 """The driver's pool of rollout engines.
 
 `RolloutPool` sends requests to the engines, updates their weights, puts them to sleep and replaces
-engines that fail. It accesses an engine through the Protocol `RolloutEngine`, which
+engines that fail. It accesses an engine through the Protocol `_Engine`, which
 `keel.rollout.ray_engines` implements with Ray actors.
 
 All decisions are made on the pool's own thread, so that engines never wait for a busy driver. The
@@ -50,7 +50,7 @@ _WARN_STEPS, _STUCK_STEPS = 4.0, 10.0  # lower bounds, as multiples of the longe
 Stage = Literal["starting", "loading", "ready", "going to sleep", "asleep"]
 
 
-class RolloutEngine(Protocol):
+class _Engine(Protocol):
     """Interface for an engine in the pool. All methods return immediately. Cancelling a future
     aborts its work.
 
@@ -92,7 +92,7 @@ class _Request:
     sequences: int
     tokens: int  # upper bound on the number of tokens sampled by all sequences
     result: Future[Any] = field(default_factory=Future[Any])  # for the caller
-    slot: EngineSlot | None = None
+    slot: _EngineSlot | None = None
     reply: Future[Any] = field(default_factory=Future[Any])  # from the engine in `slot`
     sent: float = 0.0  # when its engine got the request, or last became ready
 
@@ -112,11 +112,11 @@ class _Progress:
 
 
 @dataclass(slots=True, eq=False)
-class EngineSlot:
+class _EngineSlot:
     """A slot for one engine in the pool. If the engine dies, a new one takes its place."""
 
     index: int
-    engine: RolloutEngine
+    engine: _Engine
     stage: Stage = "starting"
     pending: Future[Any] | None = None  # awaited until `deadline`. None if ready or asleep.
     deadline: float = 0.0
@@ -141,7 +141,7 @@ class RolloutPool:
     def __init__(
         self,
         config: RolloutConfig,
-        build: Callable[[int], RolloutEngine],
+        build: Callable[[int], _Engine],
         *,
         startup_timeout_s: float,
         update_timeout_s: float | None = None,
@@ -151,7 +151,7 @@ class RolloutPool:
         putting an engine to sleep. It defaults to `rollout.update_timeout_s`."""
         self._warnings: list[str] = []
         self.say: Callable[[str], Any] = self._warnings.append  # for warnings, on the pool's thread
-        self.slots: list[EngineSlot] = []
+        self.slots: list[_EngineSlot] = []
         self._config, self._build, self._startup_s = config, build, startup_timeout_s
         self._update_s = update_timeout_s or config.update_timeout_s
         self._numbers = itertools.count()
@@ -168,7 +168,7 @@ class RolloutPool:
         # Owned by the thread. Engines load the weights of `_target`, or go to sleep for `_resting`:
         self._target: _WeightUpdate | None = None
         self._resting: Future[None] | None = None
-        self._stalls = StallDetector()
+        self._stalls = _StallDetector()
         self._queue: list[_Request] = []
         self._homes: OrderedDict[str, int] = OrderedDict()  # slot by conversation, oldest first
 
@@ -296,7 +296,7 @@ class RolloutPool:
         try:
             for index in range(self._config.engines):
                 if self._ended is None:
-                    self.slots.append(EngineSlot(index, self._build(index)))
+                    self.slots.append(_EngineSlot(index, self._build(index)))
                     self._await_start(self.slots[-1])
             while self._ended is None:
                 self._run_calls()
@@ -360,7 +360,9 @@ class RolloutPool:
                 )
             )
 
-    def _choose_slot(self, request: _Request, available: Sequence[EngineSlot]) -> EngineSlot | None:
+    def _choose_slot(
+        self, request: _Request, available: Sequence[_EngineSlot]
+    ) -> _EngineSlot | None:
         """Choose the engine that already has the conversation's prefix, or else the least loaded
         one.
 
@@ -399,15 +401,15 @@ class RolloutPool:
         slot.sequences -= request.sequences
         slot.load -= request.tokens
 
-    def _await(self, slot: EngineSlot, stage: Stage, pending: Future[Any], seconds: float) -> None:
+    def _await(self, slot: _EngineSlot, stage: Stage, pending: Future[Any], seconds: float) -> None:
         slot.stage, slot.pending = stage, pending
         slot.deadline = time.monotonic() + seconds
         pending.add_done_callback(lambda _: self._calls.put(lambda: self._advance(slot, pending)))
 
-    def _await_start(self, slot: EngineSlot) -> None:
+    def _await_start(self, slot: _EngineSlot) -> None:
         self._await(slot, "starting", slot.engine.ready(), self._startup_s)
 
-    def _advance(self, slot: EngineSlot, pending: Future[Any]) -> None:
+    def _advance(self, slot: _EngineSlot, pending: Future[Any]) -> None:
         """Move a slot to its next stage, or replace its engine if `pending` failed."""
         if slot.pending is not pending:  # the engine was replaced
             return
@@ -446,7 +448,7 @@ class RolloutPool:
         self._target, self._resting = target, None
         self._load(target, [slot for slot in self.slots if slot.stage in ("ready", "asleep")])
 
-    def _load(self, target: _WeightUpdate, slots: Sequence[EngineSlot]) -> None:
+    def _load(self, target: _WeightUpdate, slots: Sequence[_EngineSlot]) -> None:
         if not slots:
             return
         deliveries = target.transfer([slot.engine.receiver for slot in slots])
@@ -483,7 +485,7 @@ class RolloutPool:
         for slot, error in self._stalls.poll(self.slots, lambda line: self.say(line)):
             self._replace(slot, error)
 
-    def _replace(self, slot: EngineSlot, error: EngineError) -> None:
+    def _replace(self, slot: _EngineSlot, error: EngineError) -> None:
         """Start a new engine in a slot, and put the old engine's requests back in the queue. Raises
         an error if the pool is still starting or the slot has been restarted too many times."""
         slot.engine.kill()
@@ -517,7 +519,7 @@ class RolloutPool:
                 self._add(request)
 
 
-class StallDetector:
+class _StallDetector:
     """Detects engines that have work but don't finish any steps.
 
     A process keeps responding when its GPU hangs, so the pool polls the number of finished steps.
@@ -530,14 +532,14 @@ class StallDetector:
         self._polls = PollClock(STALL_POLL_S, clock)
 
     def poll(
-        self, slots: Sequence[EngineSlot], warn: Callable[[str], object]
-    ) -> list[tuple[EngineSlot, EngineError]]:
+        self, slots: Sequence[_EngineSlot], warn: Callable[[str], object]
+    ) -> list[tuple[_EngineSlot, EngineError]]:
         """Return the slots of hung engines, with an error for each. Calls `warn` for engines that
         have stalled, but not yet for long enough to count as hung."""
         if self._clock() < self._next:
             return []
         self._next, elapsed_s = self._clock() + STALL_POLL_S, self._polls.elapsed()
-        stuck: list[tuple[EngineSlot, EngineError]] = []
+        stuck: list[tuple[_EngineSlot, EngineError]] = []
         for slot in slots:
             progress = slot.progress
             if slot.stage != "ready" or not slot.sequences:

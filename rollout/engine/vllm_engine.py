@@ -170,7 +170,7 @@ class VllmEngine:
 
     def _begin(self, number: int, job: Job, seeds: Sequence[int]) -> None:
         if self.updating:
-            raise EngineError(f"{job.label}: the engine's weights are incomplete (see its update)")
+            raise EngineError(f"{job.label}: the engine is asleep or its weights are incomplete")
         sampling, options = job.sampling, job.recording
         tokens, limit = len(job.context), self.spec.max_model_len
         if tokens + sampling.max_tokens > limit:
@@ -269,11 +269,8 @@ class VllmEngine:
 
     def begin_update(self) -> list[tuple[int, Result]]:
         """Begin a weight update. Running completions are paused, and resume with the new weights
-        after `finish_update`. Returns the jobs that were completed by tokens already in flight.
-
-        vLLM recomputes the keys and values of paused completions with the new weights, but each
-        token keeps the route it was sampled with.
-        """
+        after `finish_update`. vLLM recomputes their keys and values, but each token keeps the route
+        it was sampled with. Returns the jobs that were completed by tokens already in flight."""
         completed: list[tuple[int, Result]] = []
         if self._asleep:
             self._call(self._llm.wake_up, ["weights"])
@@ -293,17 +290,12 @@ class VllmEngine:
         self._call(call_workers, self._llm, "keel_join", rendezvous, name, timeout_s)
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load one bucket of weights. Raises ValueError if a tensor is not in the checkpoint, and
-        TimeoutError or ConnectionError if the bytes can't be received (`Channel.receive`)."""
         self._checklist.arrived(bucket)
         self._call(call_workers, self._llm, "keel_load_bucket", bucket)
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
-        """Switch sampling to the new weights. After an error, the weights are left incomplete.
-
-        Raises ValueError if tensors are missing, and RuntimeError if `checksum` doesn't match the
-        bytes received from the trainer.
-        """
+        """Switch sampling to the new weights. Raises ValueError if tensors are missing, and
+        RuntimeError if `checksum` doesn't match the received bytes."""
         self._checklist.finish()
         self._call(self._llm.collective_rpc, "keel_finish_update", args=(checksum,))
         if self._asleep:

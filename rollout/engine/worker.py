@@ -108,10 +108,9 @@ class EngineThread:
         """Start sampling a group or a turn, for at most `rollout.timeout_s` or the turn's timeout.
         Cancelling the future aborts the request.
 
-        Routes and sampling masks are recorded only if `record` is set. A turn has no tokens if its
-        deadline passed before the first token. The future raises ValueError if the prompt doesn't
-        fit, RecordingError if a token was not recorded, LostTurn if a turn has a log-probability
-        that is not finite, and EngineError if the engine breaks or its last update failed.
+        The future raises ValueError if the prompt doesn't fit, RecordingError if a token was not
+        recorded, LostTurn if a turn has a log-probability that is not finite, and EngineError if
+        the engine breaks or its last update failed.
         """
         job, future, timeout_s = next(self._numbers), Future[Any](), self._config.timeout_s
         if isinstance(request, TurnRequest):
@@ -160,12 +159,7 @@ class EngineThread:
 
     def receive(self) -> None:
         """Receive weights from the trainer rank and load them. The engine is unusable after an
-        error.
-
-        Raises TimeoutError if no message arrives for (1 + engines) × `rollout.update_timeout_s`, or
-        if the engine takes longer than `rollout.update_timeout_s` to process one. Raises ValueError
-        if a tensor is unknown or missing.
-        """
+        error, such as a TimeoutError or, for an unknown or missing tensor, a ValueError."""
         assert self._inbox is not None
         method = ""
         while method != "finish_update":
@@ -174,16 +168,17 @@ class EngineThread:
             self._inbox.taken()
 
     def sleep(self) -> None:
-        """Release GPU memory until the next update. `rollout.weight_updates` determines whether
-        running completions are paused or finish first."""
+        """Release GPU memory until the next update."""
         self._interrupt(lambda engine: engine.sleep())
 
     def begin_update(self) -> None:
-        """Begin a weight update. `rollout.weight_updates` determines whether running completions
-        are paused or finish first. Sampling continues after `finish_update`."""
+        """Begin a weight update. Sampling continues after `finish_update`."""
         self._interrupt(lambda engine: engine.begin_update())
 
     def _interrupt(self, act: Callable[[VllmEngine], Iterable[tuple[int, Result]]]) -> None:
+        """Call `act` after running completions have been paused, or have finished if
+        `rollout.weight_updates` is "drain"."""
+
         def interrupt(engine: VllmEngine) -> None:
             for job, result in act(engine):
                 self._resolve(job, result)
@@ -449,11 +444,8 @@ def _split(
 ) -> tuple[StoredRecordings | None, Recordings | None]:
     """Describe recordings whose first `prefix` rows precede the first sampled token, and convert
     their routes to the narrowest integer type. Small recordings become part of the description."""
-    routes, masks, selected = (
-        recordings.routes_RLK,
-        recordings.sampling_mask,
-        recordings.selected_RLb,
-    )
+    routes, masks = recordings.routes_RLK, recordings.sampling_mask
+    selected = recordings.selected_RLb
     if not recordings.lengths:
         return None, None
     small = recordings.nbytes < STORED_BYTES

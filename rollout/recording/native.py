@@ -111,7 +111,7 @@ class NativeRecorder(Recorder):
             read = partial(self._selected, blocks, start, start + count)
             rows = self._rows(request_id, count, read)
             selected = rows[..., : -(-(start + count) // 8)]
-            check_selected(request_id, selected, start, self._top_k)
+            _check_selected(request_id, selected, start, self._top_k)
         arrays = Recordings(routes_RLK=routes, sampling_mask=masks, selected_RLb=selected)
         return Recording(logp, arrays)
 
@@ -120,7 +120,7 @@ class NativeRecorder(Recorder):
         self._blocks.pop(request_id, None)
 
 
-def check_selected(request_id: str, selected: NDArray[np.uint8], first: int, top_k: int) -> None:
+def _check_selected(request_id: str, selected: NDArray[np.uint8], first: int, top_k: int) -> None:
     """Raise RecordingError unless every token after the first `top_k` of the context has a
     selection of `top_k` positions in every layer. The first row of `selected` belongs to the token
     at position `first`."""

@@ -18,7 +18,7 @@ from keel.weights.loader import WeightsExtension
 _BLOCK = 512
 
 
-class SelectionTable:
+class _SelectionTable:
     """Stores the selections of one layer on the GPU, as bitmaps indexed by KV cache slot.
 
     A token keeps its slot as long as another token attends to it. Selections can therefore be
@@ -68,7 +68,7 @@ def _store(chosen, slots, bitmaps, stride, top_k, count, words, BLOCK: tl.conste
             tl.atomic_or(own + place // 32, bit, mask=known, sem="relaxed")
 
 
-_tables: dict[str, SelectionTable] = {}
+_tables: dict[str, _SelectionTable] = {}
 """Maps the key cache of each layer with an indexer to its table, in layer order."""
 _attention: Any = attention
 _select = _attention.sparse_attn_indexer
@@ -84,7 +84,7 @@ def _select_and_record(
     if isinstance(slots, dict) and layer in slots and cache.numel():
         table = _tables.get(layer)
         if table is None or table.cache != cache.data_ptr():
-            table = _tables[layer] = SelectionTable(cache, args[8])
+            table = _tables[layer] = _SelectionTable(cache, args[8])
         table.store(chosen[: min(len(query), len(slots[layer]))], slots[layer])
     return chosen
 

@@ -46,11 +46,11 @@ def write(folder: Path, *, layers: int = 4, context: int = 8192) -> None:
 
 
 def test_bitmaps_hold_the_selected_positions() -> None:
-    from keel.rollout.recording.selection import SelectionTable  # noqa: PLC0415  (imports vLLM)
+    from keel.rollout.recording.selection import _SelectionTable  # noqa: PLC0415  (imports vLLM)
 
     generator = torch.Generator().manual_seed(0)
     cache = torch.zeros(4, 64, 132, dtype=torch.uint8, device="cuda")
-    table = SelectionTable(cache, 1000)
+    table = _SelectionTable(cache, 1000)
     table.bitmaps.fill_(-1)
     chosen = torch.stack([torch.randperm(1000, generator=generator)[:300] for _ in range(20)])
     chosen[3, 100:] = -1

@@ -14,8 +14,8 @@ from keel.rollout.pool import (
     STALL_POLL_S,
     STUCK_S,
     WARN_S,
-    EngineSlot,
-    StallDetector,
+    _EngineSlot,
+    _StallDetector,
 )
 from keel.rollout.spec import EngineError, EngineProgress
 from tests.rl.rollouts import prompt
@@ -263,8 +263,8 @@ class Watched:
         self.answer: Future[Any] = done(EngineProgress(steps, longest_s, requests))
         self.world, self.warnings = World(engines=1), list[float]()
         self.world.progress = lambda _: self.answer
-        self.slot = EngineSlot(0, self.world.build(0), "ready", None, 0.0, sequences=8)
-        self.detector = StallDetector(lambda: self.now)
+        self.slot = _EngineSlot(0, self.world.build(0), "ready", None, 0.0, sequences=8)
+        self.detector = _StallDetector(lambda: self.now)
 
     def run(self, seconds: float, *, steady: bool = False) -> float | None:
         begin = self.now

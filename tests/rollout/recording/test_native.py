@@ -13,7 +13,7 @@ from keel.rollout.recording.base import (
     check_routed,
     recorder_name,
 )
-from keel.rollout.recording.native import NativeRecorder, check_selected
+from keel.rollout.recording.native import NativeRecorder, _check_selected
 from keel.rollout.spec import WIDEST_MASK, RecordingError
 
 PROMPT = 3
@@ -142,10 +142,10 @@ def test_choice_of_the_recorder(
 def test_an_incomplete_selection_is_refused() -> None:
     selected = np.zeros((6, 2, 2), np.uint8)
     selected[2:, :, 0] = 0b111
-    check_selected("r", selected, 1, 3)  # the first two rows attend to their whole contexts
+    _check_selected("r", selected, 1, 3)  # the first two rows attend to their whole contexts
     selected[4, 1, 0] = 0b11
     with pytest.raises(RecordingError, match="request r"):
-        check_selected("r", selected, 1, 3)
+        _check_selected("r", selected, 1, 3)
 
 
 def test_a_missing_route_is_refused() -> None:
