@@ -27,7 +27,7 @@ from keel.rollout.chat.render import (
 )
 
 _MAX_SHOWN = 300
-_KNOWN = "Qwen3, Hermes, DeepSeek-V3.1, DeepSeek-V3.2, GLM-4.5, Llama 3 or gpt-oss"
+_KNOWN = "Qwen3, Hermes, DeepSeek-V3.2, GLM-4.5, Llama 3 or gpt-oss"
 _PROBE = ToolSpec(
     name="probe",
     description="",
@@ -77,8 +77,6 @@ class TemplateChat:
         self._end_ids = frozenset(self.ends.values())
         self.tool_modes: set[bool] = set()  # thinking modes of conversations with tools
         self._prefixes: dict[bool, str] = {}
-        template = str(tokenizer.chat_template or "")
-        self._omits_tools = "<｜tool▁calls▁begin｜>" in template and "tools" not in template
         self._arguments_as_text = False
         messages = [
             {"role": "user", "content": "a"},
@@ -205,8 +203,6 @@ class TemplateChat:
             )
         shielded = [self._shield_message(message) for message in drop_old_thinking(messages)]
         offered: Any = map_strings([tool.as_json() for tool in tools], self.encoder.shield)
-        if offered and self._omits_tools:
-            shielded, offered = _add_tools(shielded, offered), ()
         try:
             return render(self._tokenizer, shielded, offered, thinking=thinking, speak=speak)
         except (TemplateError, TypeError, ValueError) as error:
@@ -264,7 +260,7 @@ class TemplateChat:
             raise ValueError(f"{self.label} changes earlier messages once others follow")
         turn = whole[len(start) :]
         reasoning = str(reply.get("reasoning_content") or "")
-        if reasoning and turn.startswith(self.marks.close):  # DeepSeek-V3.1 leaves it out
+        if reasoning and turn.startswith(self.marks.close):  # some templates omit it
             turn = self.encoder.shield_whole(reasoning) + turn
         ends = [at + len(end) for end in self.ends if (at := turn.find(end)) >= 0]
         if ends:
@@ -366,22 +362,3 @@ class TemplateChat:
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids, inserting a mark into text that only looks like a control token."""
         return self.encoder.decode(ids)
-
-
-def _add_tools(
-    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Add the tool descriptions and the call format to the system message, for DeepSeek-V3.1."""
-    listed = [
-        f"### {function['name']}\nDescription: {function.get('description', '')}\n\n"
-        f"Parameters: {json.dumps(function.get('parameters', {}), ensure_ascii=False)}\n"
-        for function in (tool["function"] for tool in tools)
-    ]
-    form = (
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>name<｜tool▁sep｜>{arguments as JSON}"
-        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-    )
-    section = "\n".join(["## Tools", *listed, f"Call a tool in exactly this form:\n{form}"])
-    if messages[0]["role"] != "system":
-        return [{"role": "system", "content": section}, *messages]
-    return [{**messages[0], "content": f"{messages[0]['content']}\n\n{section}"}, *messages[1:]]

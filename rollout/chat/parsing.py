@@ -185,7 +185,6 @@ def detect_format(tokenizer: Any, encoder: Encoder) -> _Format:
         "tiny": template == CHAT_TEMPLATE,
         "harmony": "<|channel|>" in controls and "<|message|>" in controls,
         "deepseek-v3.2": "｜DSML｜" in controls and (not template or "｜DSML｜" in template),
-        "deepseek-v3.1": "<｜tool▁calls▁begin｜>" in template,
         "glm": "<arg_key>" in template,
         # Qwen3-Coder writes another format between the same marks.
         "hermes": "<tool_call>" in template and "<function=" not in template,
@@ -231,29 +230,13 @@ def _deepseek_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
             position = match.end()
         return _make_call(name[1], arguments, body)
 
-    content, items = _parse_blocks(text, f"<{mark}invoke", f"</{mark}invoke>", read)
-    return _remove_call_marks(content, items, f"<{mark}function_calls>", f"</{mark}function_calls>")
-
-
-def _deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    def read(body: str) -> _Item:
-        name, separator, arguments = body.partition("<｜tool▁sep｜>")
-        if not separator:
-            return Broken(body, "no <｜tool▁sep｜> between the name and the arguments")
-        return _parse_call(name, arguments)
-
-    content, items = _parse_blocks(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", read)
-    return _remove_call_marks(content, items, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-
-
-def _remove_call_marks(content: str, items: Sequence[_Item], begin: str, end: str) -> _Calls:
-    """Remove the marks around tool calls from a turn. An opening mark without a call becomes a
-    malformed call."""
-    if not items and begin in content:
-        items = [Broken(content[content.index(begin) :], "it holds no call")]
+    content, found = _parse_blocks(text, f"<{mark}invoke", f"</{mark}invoke>", read)
+    begin, end = f"<{mark}function_calls>", f"</{mark}function_calls>"
+    if not found and begin in content:
+        found = [Broken(content[content.index(begin) :], "it holds no call")]
     before, *blocks = content.split(begin)
     around = before + "".join(block.partition(end)[2] for block in blocks)
-    return around.replace(end, ""), items
+    return around.replace(end, ""), found
 
 
 def _glm_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
@@ -452,12 +435,6 @@ _FORMATS = {
             find_calls=_deepseek_calls,
             call_start="<｜DSML｜invoke",
             call_end="</｜DSML｜invoke>",
-        ),
-        _Format(
-            name="deepseek-v3.1",
-            find_calls=_deepseek_v31_calls,
-            call_start="<｜tool▁call▁begin｜>",
-            call_end="<｜tool▁call▁end｜>",
         ),
         # The policy ends its turn with the mark that begins the next message.
         _Format(

@@ -180,15 +180,16 @@ def test_thinking_is_returned_until_a_user_message() -> None:
         )
 
         def speak() -> None:
-            said = turns.turn(talk.request(max_tokens=50, seed=1), "eval").result(PATIENCE_S)
-            (call,) = talk.append(said).calls
-            talk.append_messages([{"role": "tool", "content": "3", "tool_call_id": call.call_id}])
+            request = talk.request(max_tokens=50, seed=1)
+            said = turns.turn(request, "eval").result(PATIENCE_S)
+            (call,) = talk.append_turn(request, said).calls
+            talk.continue_with([{"role": "tool", "content": "3", "tool_call_id": call.call_id}])
 
         speak()
         speak()
         talk.rewrite(talk.view)
         speak()
-        talk.append_messages([QUESTION])
+        talk.continue_with([QUESTION])
         speak()
         sent = [one["messages"] for one in server.requests]
     said = [[m for m in messages if m["role"] == "assistant"] for messages in sent]

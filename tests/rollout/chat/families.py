@@ -89,31 +89,6 @@ HERMES = """\
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
 """
 
-DEEPSEEK_V31 = """\
-{%- set ns = namespace(header=false) -%}
-{{- bos_token -}}
-{%- for m in messages if m.role == 'system' -%}{{ m.content }}{%- endfor -%}
-{%- for m in messages -%}
-{%- if m.role == 'user' -%}{%- set ns.header = true -%}{{ '<｜User｜>' + m.content }}
-{%- elif m.role == 'assistant' -%}
-  {{- '<｜Assistant｜></think>' if ns.header else '' -}}{%- set ns.header = false -%}
-  {{- m.content -}}
-  {%- for call in m.tool_calls or [] -%}
-    {{- '<｜tool▁calls▁begin｜>' if loop.first else '' -}}
-    {{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' -}}
-    {{- call.function.arguments + '<｜tool▁call▁end｜>' -}}
-    {{- '<｜tool▁calls▁end｜>' if loop.last else '' -}}
-  {%- endfor -%}
-  {{- '<｜end▁of▁sentence｜>' -}}
-{%- elif m.role == 'tool' -%}{%- set ns.header = false -%}
-  {{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' -}}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt and ns.header -%}
-{{- '<｜Assistant｜>' + ('<think>' if thinking else '</think>') -}}
-{%- endif -%}
-"""
-
 GLM45 = """\
 {%- set ns = namespace(last=-1) -%}
 {%- for m in messages if m.role == 'user' %}{% set ns.last = messages.index(m) %}{% endfor -%}
@@ -257,7 +232,6 @@ FAMILIES: dict[str, tuple[str | None, tuple[str, ...], tuple[str, ...], str, str
 }
 NAMES = ("tiny", *FAMILIES)
 FAMILIES |= {
-    "deepseek-v3.1": (DEEPSEEK_V31, _DEEPSEEK, _THINK, _DEEPSEEK[1], _DEEPSEEK[0]),
     "chatml": (CHATML, _CHATML, (), "<|im_end|>", None),
     "seed": (SEED, _SEED, (), "<seed:eos>", None),
 }

@@ -1,7 +1,6 @@
 """Tests that extending a conversation gives the same ids as rendering all of it at once."""
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -128,21 +127,6 @@ def changed(name: str, old: str, new: str) -> TemplateChat:
 def test_templates_breaking_the_prefix_law_are_refused(old: str, new: str) -> None:
     with pytest.raises(ValueError, match="chat_template"):
         check_prefix_law(changed("qwen3", old, new))
-
-
-def test_deepseek_v31_tools_go_into_the_system_message() -> None:
-    chat = chat_of("deepseek-v3.1")
-    check_prefix_law(chat, modes=(False,))
-    with pytest.raises(ValueError, match="without thinking"):
-        check_prefix_law(chat, modes=(True,))
-    check_prefix_law(chat, modes=(True,), tools=())
-    hostile = replace(CITY, description="".join(chat.encoder.controls))
-    for messages in (USER, [{"role": "system", "content": "Be brief."}, *USER]):
-        plain, other = (
-            chat.decode(chat.opening(messages, [tool], thinking=False)) for tool in (CITY, hostile)
-        )
-        assert plain.index("### city\nDescription: Looks") < plain.index("<｜User｜>Where to?")
-        assert plain.count("<｜User｜>") == other.count("<｜User｜>") == 1
 
 
 @pytest.mark.parametrize(

@@ -47,13 +47,14 @@ ANSWER = {"harmony": "<|channel|>final<|message|>Rome."}
 def say(conversation: Conversation, name: str, text: str) -> Parsed:
     request = conversation.request(max_tokens=99, seed=0)
     ids = tokenizer_of(name).encode(text, add_special_tokens=False)
-    return conversation.append(
+    return conversation.append_turn(
+        request,
         TurnResult(
             token_ids_N=np.array(ids, np.int32),
             logp_old_N=np.zeros(len(ids), np.float32),
             version_N=np.full(len(ids), len(request.token_ids_T), np.int32),
             finish_reason="stop",
-        )
+        ),
     )
 
 
@@ -89,13 +90,12 @@ def test_conversation_with_good_and_bad_calls(name: str) -> None:
         assert parsed.closed and parsed.reasoning == "hm"
         (answer,) = answers(parsed, hostile)
         assert answer["name"] == kind
-        conversation.append_messages([answer])
-    assert conversation.forks == 0, "tools only: one segment"
+        conversation.continue_with([answer])
+    assert len(conversation.segments()) == 1, "tools only: one segment"
     last = {"harmony": "<|return|>", "glm": "<|user|>"}.get(name, end)
     parsed = say(conversation, name, thought + ANSWER.get(name, "Rome.") + last)
     assert (parsed.content, parsed.calls) == ("Rome.", ())
-    conversation.append_messages([{"role": "user", "content": "And then?"}])
-    assert conversation.forks == 1, "thinking goes, and a new segment begins"
+    conversation.continue_with([{"role": "user", "content": "And then?"}])
     say(conversation, name, thought + ANSWER.get(name, "Rome.") + last)
 
     segments = conversation.segments()
@@ -103,7 +103,6 @@ def test_conversation_with_good_and_bad_calls(name: str) -> None:
     assert sum(int(segment.trainable_T.sum()) for segment in segments) == (
         conversation.sampled_tokens
     )
-    assert conversation.turns == 5
     ids = {call["id"] for m in conversation.transcript for call in m.get("tool_calls", ())}
     assert ids == {"call_0_0", "call_1_0", "call_2_0"}
     assert "hm" not in chat.decode(segments[1].token_ids_T[~segments[1].trainable_T].tolist())

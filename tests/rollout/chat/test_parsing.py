@@ -25,7 +25,6 @@ CODE = ToolSpec(
 DSML = "｜DSML｜"
 ENDS = {
     "harmony": "<|call|>",
-    "deepseek-v3.1": "<｜end▁of▁sentence｜>",
     "deepseek-v3.2": "<｜end▁of▁sentence｜>",
     "glm": "<|observation|>",
     "llama3": "<|eot_id|>",
@@ -105,10 +104,6 @@ def test_calls_in_unusual_forms(
 
 
 MALFORMED_CALLS = {
-    "deepseek-v3.1": (
-        "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>",
-        "<｜tool▁call▁begin｜>a<｜tool▁sep｜>{<｜tool▁call▁end｜>",
-    ),
     "qwen3": (
         '<tool_call>{"name": "city", </tool_call>',
         '<tool_call>{"name": "city", "arguments": {}, "parameters": {"days": 1}}</tool_call>',
@@ -159,28 +154,16 @@ def test_glm_values_follow_the_schema(schema: dict[str, Any], text: str, value: 
     assert isinstance(call, ToolCall) and call.arguments == {"a": value}
 
 
-V31 = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-V32 = (f"<{DSML}function_calls>", f"</{DSML}function_calls>")
-
-
-@pytest.mark.parametrize(
-    ("name", "marks", "call"),
-    [
-        ("deepseek-v3.1", V31, "<｜tool▁call▁begin｜>city<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
-        ("deepseek-v3.2", V32, f'<{DSML}invoke name="city"></{DSML}invoke>'),
-    ],
-)
-def test_deepseek_text_around_calls_appears_once(
-    name: str, marks: tuple[str, str], call: str
-) -> None:
-    begin, end = marks
+def test_deepseek_text_around_calls_appears_once() -> None:
+    begin, end = f"<{DSML}function_calls>", f"</{DSML}function_calls>"
+    call = f'<{DSML}invoke name="city"></{DSML}invoke>'
     for text, content, calls in (
         (f"a{end}b", "ab", 0),
         (f"a{call}{end}b", "ab", 1),
         (f"a{begin}{call}{end}b{begin}{call}{end}c", "abc", 2),
         (f"a{begin}{call}", "a", 1),
     ):
-        parsed = parse(name, text)
+        parsed = parse("deepseek-v3.2", text)
         assert (parsed.content, len(parsed.calls)) == (content, calls), text
 
 

@@ -79,15 +79,16 @@ def sampled(name: str, messages: list[Message], contexts: list[_Context], *, thi
         thinking=thinking,
     )
     for place, following, ids in zip(places, [*places[1:], None], turns, strict=True):
-        episode.request(max_tokens=999, seed=0)
+        request = episode.request(max_tokens=999, seed=0)
         zeros = np.zeros(len(ids), np.float32)
-        parsed = episode.append(
+        parsed = episode.append_turn(
+            request,
             TurnResult(
                 token_ids_N=np.array(ids, np.int32),
                 logp_old_N=zeros,
                 version_N=zeros.astype(np.int32),
                 finish_reason="stop",
-            )
+            ),
         )
         said = messages[place]
         assert parsed.closed, "the end of the turn is learned, too"
@@ -100,7 +101,7 @@ def sampled(name: str, messages: list[Message], contexts: list[_Context], *, thi
             between = [dict(m) for m in messages[place + 1 : following]]
             for call, answer in zip(parsed.calls, between, strict=False):
                 answer["tool_call_id"] = call.call_id
-            episode.append_messages(between)
+            episode.continue_with(between)
     return episode.segments()
 
 
