@@ -181,7 +181,7 @@ def speeds(
 def stats(pool: Any) -> tuple[int, float]:
     """Return the engine's steps and the seconds it took for them."""
     (slot,) = pool.slots
-    call = slot.engine.actor.__ray_call__
+    call = slot.engine.receiver.actor.__ray_call__
     read = lambda worker: (worker._engine._steps, worker._engine._busy_s)  # noqa: E731
     return ray.get(call.remote(read), timeout=ROUND_S)
 
@@ -238,7 +238,7 @@ def main() -> None:
             keep_sampling_mask=True,
             conversations=EPISODES,
         )
-        ray.init(include_dashboard=False, log_to_driver=False)
+        ray.init(address="local", include_dashboard=False, log_to_driver=False)
         pool = ray_pool(spec, gpu=gpu, startup_timeout_s=ROUND_S)
         kind = EpisodeKind(
             environment=Looking,
