@@ -1,5 +1,6 @@
 """Find models on disk and on the hub, download them, and check their files without loading weights.
-Code in a model folder is never run."""
+Model folders are untrusted: the values in config.json are limited, and code in the folder is never
+run."""
 
 from __future__ import annotations
 
@@ -27,6 +28,19 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 transformers prefers the single file. vLLM loads the files in the index, or all `*.safetensors`, and
 weight updates are compared with these files."""
 _LFS = b"version https://git-lfs"
+_MAX_ENTRIES = 2**16
+_MAX_VALUES: Mapping[str, float] = {
+    "model_max_length|sliding_window|max_window_size|param": float("inf"),  # no tensor sizes
+    "vocab": 2**26,
+    "theta": 2**50,
+    "position|context|length|window|chunk|_seq": 2**25,
+    "layer|depth|dense_replace": 2**12,
+    "size|dim|rank|head|expert|embd|width|inner|group|label|num_|^n_|^d_": 2**20,
+    "": float("inf"),
+}
+"""Upper limits for numbers in config.json, well above those in published models. The first pattern
+that matches a number's name determines its limit."""
+_MODEL_TYPE = re.compile(r"[\w.+-]{1,80}")
 _QUANTISED = (
     "Keel reads bfloat16, float16, float32 and fp8 with a weight_block_size. Use the model without "
     "quantisation, or load it with transformers, call dequantize() and save it with save_pretrained"
@@ -130,6 +144,31 @@ def download(path: str) -> None:
 
 
 # config.json and the tokenizer.
+
+
+def check_config(path: str, content: Mapping[str, Any]) -> None:
+    """Check config.json before loading. Raises ConfigError if the model_type is invalid, or if a
+    size is so large that loading would hang or run out of memory."""
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or not _MODEL_TYPE.fullmatch(kind):
+        raise ConfigError(
+            f"{path!r}: config.json has an invalid model_type ({kind!a:.80}). Download it again, "
+            "or use a model in transformers' format"
+        )
+    pending: list[tuple[str, Any]] = [("config.json", content)]
+    while pending:
+        name, value = pending.pop()
+        limit = next(limit for part, limit in _MAX_VALUES.items() if re.search(part, name))
+        size = value if isinstance(value, int | float) else 0
+        if isinstance(value, Mapping | list):
+            size, limit = len(value), _MAX_ENTRIES
+            named = value.items() if isinstance(value, Mapping) else ((name, x) for x in value)
+            pending.extend(named)
+        if not abs(size) <= limit:
+            raise ConfigError(
+                f"{path!r}: {name!a:.80} in config.json is too large ({size:,}, the limit is "
+                f"{limit:,.0f}). Correct the file, or download it again"
+            )
 
 
 def fp8_block(path: str, content: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -4,13 +4,17 @@ their checkpoint names."""
 import hashlib
 import json
 import math
+import os
 import re
+import resource
+import select
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -33,6 +37,7 @@ from keel.configs.schema import ConfigError
 from keel.model.attention import LINEAR_FAMILIES
 from keel.model.hub import (
     KNOWN,
+    check_config,
     check_folder,
     check_path,
     check_tokenizer_files,
@@ -124,13 +129,17 @@ def load_tokenizer(
     unusable."""
     check_path(path)
     check_tokenizer_files(path)
+    _read_config(path, needed=False)  # transformers reads it, too
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **hub_options(path))
     except Exception as error:  # tokenizers raise anything
         raise _unreadable(f"tokenizer of {path!r}", error) from error
     if chat_template:
         tokenizer.chat_template = chat_template
+        _check_template(tokenizer, "model.chat_template")
         _try_template(tokenizer)
+    elif tokenizer.chat_template:
+        _check_template(tokenizer, f"{path!r}")
     if chats and not tokenizer.chat_template and not written_by_code(tokenizer):
         raise ConfigError(
             f"the tokenizer of {path!r} has no chat template. Set model.tokenizer to an "
@@ -321,17 +330,11 @@ def load_model_config(path: str) -> PreTrainedConfig:
     """Load a model's config. Raises ConfigError if it is not a causal language model."""
     check_path(path)
     check_folder(path)
-    options = hub_options(path)
+    content = _read_config(path)
+    if (kind := content["model_type"]) not in CONFIG_MAPPING and "auto_map" not in content:
+        raise ConfigError(f"{path!r}: models of type {kind} are not in transformers. {KNOWN}")
     try:
-        content, _ = PreTrainedConfig.get_config_dict(path, **options)
-        kind = content.get("model_type")
-        if kind not in CONFIG_MAPPING and "auto_map" not in content:
-            raise ConfigError(
-                f"{path!r}: models of model_type {kind!a:.80} are not in transformers. {KNOWN}"
-            )
-        config = AutoConfig.from_pretrained(path, **options)
-    except ConfigError:
-        raise
+        config = AutoConfig.from_pretrained(path, **hub_options(path))
     except Exception as error:  # families raise anything
         raise _unreadable(f"configuration of {path!r}", error) from error
     if kind == "deepseek_v32" and type(config).__name__ == "DeepseekV3Config":
@@ -456,6 +459,20 @@ def _unreadable(what: str, error: Exception) -> ConfigError:
     return ConfigError(f"the {what} {reason}")
 
 
+def _read_config(path: str, *, needed: bool = True) -> dict[str, Any]:
+    try:
+        content, _ = PreTrainedConfig.get_config_dict(path, **hub_options(path))
+        if not isinstance(content, dict):
+            raise ValueError("config.json is not a mapping")
+    except Exception as error:  # files and the hub raise anything
+        if not needed and isinstance(error, OSError):
+            return {}
+        raise _unreadable(f"configuration of {path!r}", error) from error
+    if needed or "model_type" in content:
+        check_config(path, content)
+    return content
+
+
 def _check_causal(config: PreTrainedConfig, path: str) -> None:
     names = config.architectures or []
     causal = not names or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
@@ -464,3 +481,78 @@ def _check_causal(config: PreTrainedConfig, path: str) -> None:
             f"{path!r} is not a text-only causal language model (model_type {config.model_type!r}, "
             f"architectures {names}). Use one whose architecture ends in ForCausalLM"
         )
+
+
+_CPU_S = 10
+_WALL_S = 30.0
+_MEMORY = 2**30
+"""Memory limit for rendering a template in bytes, in addition to the memory that the process
+already uses."""
+_MAX_TEXT = 2**20
+
+_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": _SCHEMA}}
+_QUESTION = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hello."}]
+_TURNS = [*_QUESTION, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+_WITH_CALL = [
+    *_QUESTION,
+    {"role": "assistant", "content": "", "reasoning_content": "r", "tool_calls": [_CALL]},
+    {"role": "tool", "name": "f", "tool_call_id": "c1", "content": "1"},
+    {"role": "assistant", "content": "a"},
+]
+_CONVERSATIONS = (_QUESTION[1:], _QUESTION, _TURNS * 4, _WITH_CALL)
+
+
+def _check_template(tokenizer: Any, name: str) -> None:
+    """Render a few conversations under limits on time, memory and text length, because a chat
+    template is code that ships with an untrusted model. Templates that raise an error still
+    pass."""
+    child = os.fork()  # it inherits the tokenizer, and runs only pure Python
+    if child == 0:
+        _render_limited(tokenizer)
+    descriptor = os.pidfd_open(child)
+    if not select.select([descriptor], [], [], _WALL_S)[0]:
+        os.kill(child, signal.SIGKILL)
+    os.close(descriptor)
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        raise ConfigError(
+            f"the chat template of {name} takes more than {_CPU_S} s, {_MEMORY // 2**20:,} MiB or "
+            f"{_MAX_TEXT:,} characters for a few short conversations. Set another one in "
+            "model.chat_template, or use another model"
+        )
+
+
+def _render_limited(tokenizer: Any) -> NoReturn:
+    code = 1
+    try:
+        for number in (signal.SIGXCPU, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        spent = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime) + 1
+        limits = {resource.RLIMIT_AS: used + _MEMORY, resource.RLIMIT_CPU: spent + _CPU_S}
+        for kind, limit in limits.items():
+            _, most = resource.getrlimit(kind)
+            limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+            resource.setrlimit(kind, (limit, most))
+        code = int(sum(map(len, _render_all(tokenizer))) > _MAX_TEXT)
+    finally:
+        os._exit(code)
+
+
+def _render_all(tokenizer: Any) -> Iterator[str]:
+    for conversation in _CONVERSATIONS:
+        for tools in (None, [_TOOL]):
+            for options in ({}, {"enable_thinking": False, "thinking": False}):
+                try:
+                    yield tokenizer.apply_chat_template(
+                        conversation,
+                        tools=tools,
+                        add_generation_prompt=conversation[-1]["role"] == "user",
+                        tokenize=False,
+                        **options,
+                    )
+                except MemoryError:
+                    raise
+                except Exception:  # rendering a real conversation reports it
+                    continue

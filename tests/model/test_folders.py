@@ -1,8 +1,9 @@
-"""Model folders and hub names are checked before anything is loaded.
+"""Model folders and hub names are checked before anything is loaded; malicious ones fail quickly.
 
 tests/trainer/placement/test_families.py covers the supported families."""
 
 import json
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GemmaConfig
 
 from keel.configs.schema import ConfigError, LoraConfig
-from keel.model import hub
+from keel.model import hub, load
 from keel.model.hub import hub_answers, missing_weights
 from keel.model.load import facts_of, load_model_config, load_policy, load_tokenizer
 from keel.model.tiny.tokenizer import build_tokenizer
@@ -122,6 +123,11 @@ def test_adapters_fit_the_model() -> None:
             check_adapters(wrong, facts)
 
 
+MAX_S = 60.0
+"""Well above the limits of a template."""
+MAX_BYTES = 2 * 2**30
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     tokenizer = build_tokenizer()
@@ -131,12 +137,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 def checked(folder: Path) -> None:
-    """Check a model folder like `keel check`."""
-    config = load_model_config(str(folder))
-    load_tokenizer(str(folder))
-    trainable_facts(str(folder), config)
-    if fault := missing_weights(str(folder)):
-        raise ConfigError(fault)
+    """Check a model folder like `keel check`, within limits of time and memory."""
+    start, used = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        config = load_model_config(str(folder))
+        load_tokenizer(str(folder))
+        trainable_facts(str(folder), config)
+        if fault := missing_weights(str(folder)):
+            raise ConfigError(fault)
+    finally:
+        assert time.monotonic() - start < MAX_S
+        assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used) * 1024 < MAX_BYTES
 
 
 def refused(folder: Path) -> str:
@@ -146,11 +157,31 @@ def refused(folder: Path) -> str:
     return str(error.value)
 
 
-def test_unknown_model_types_are_refused(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    for kind in ("\x1b[2Jllama", None, "no-such"):
-        (folder / "config.json").write_text(json.dumps(config | {"model_type": kind}))
-        assert "model_type" in refused(folder)
+def test_configs_out_of_range_are_refused(folder: Path) -> None:
+    config = (folder / "config.json").read_text()
+    for knobs, named in (
+        ({"hidden_size": 10**9}, "hidden_size"),
+        ({"intermediate_size": float("nan")}, "intermediate_size"),
+        ({"text_config": {"num_experts": 10**9}}, "num_experts"),
+        ({"layer_types": ["full_attention"] * 10**5}, "layer_types"),
+        ({"model_type": "\x1b[2Jllama"}, "model_type"),
+        ({"hidden_size": "large"}, "hidden_size"),
+    ):
+        (folder / "config.json").write_text(json.dumps(json.loads(config) | knobs))
+        assert named in refused(folder).replace("\\n", "\n")
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_endless_templates_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "_CPU_S", 0)
+    for template in (LOOPS, "{{ 'a' * 10000000000 }}", "{{ 'a' * 5000000 }}"):
+        (folder / "chat_template.jinja").write_text(template)
+        assert "chat template" in refused(folder)
+    recursive = "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}"
+    (folder / "chat_template.jinja").write_text(recursive)
+    checked(folder)
 
 
 TENSOR = {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}

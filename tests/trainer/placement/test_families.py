@@ -1,5 +1,6 @@
 """Supported model families, dtypes and head sizes, and the tables of docs/models.md."""
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -19,6 +20,7 @@ from keel.configs.schema import (
     ModelConfig,
     TrainerConfig,
 )
+from keel.model.hub import check_config
 from keel.model.load import ModelFacts, _check_causal, facts_of
 from keel.model.routing import is_moe
 from keel.model.trainable import _check_trainable
@@ -124,6 +126,7 @@ def config_of(model_type: str) -> PreTrainedConfig:
 def test_trained_families(row: list[str]) -> None:
     _, model_type, kind, routing, sequence, expert, _ = row
     config = config_of(model_type)
+    check_config(model_type, json.loads(json.dumps(config.to_dict(), default=str)))
     _check_causal(config, model_type)
     _check_trainable(model_type, config)
     moe, (architecture,) = is_moe(config), config.architectures or ()
