@@ -101,9 +101,9 @@ def load_jsonl(
     if skipped and strict:
         raise malformed_error(skipped, knob)
     if not items:
-        reason = f"its split {source.split!r} is empty" if source.split else "it is empty"
-        if skipped:
-            reason = f"all {len(skipped)} lines are malformed; {skipped[0]}"
+        reason = (
+            f"all {len(skipped)} lines are malformed; {skipped[0]}" if skipped else "it is empty"
+        )
         raise ConfigError(f"{knob}.path = {source.path!r}: {reason}")
     for key, name in source.columns.items():
         if name and key not in reader.seen:
@@ -145,7 +145,7 @@ class _Reader:
         environment = source.environment.enabled
         if functions and not environment and not set(_REWARD_KEYS) & set(record):
             if mapped := [key for key in _REWARD_KEYS if source.columns.get(key)]:
-                raise self._missing(mapped[0], row)
+                raise self._no_text(row, mapped[0])
             reward: dict[str, Any] = {"kind": FUNCTIONS}
         else:
             reward = self._reward(row)
@@ -184,24 +184,18 @@ class _Reader:
         unmapped = {key: row.record[key] for key in row.record if key not in self._taken}
         return _Row(known, as_text, unmapped, record, row.written is None)
 
-    def _missing(self, key: str, row: _Row) -> BadLine:
+    def _no_text(self, row: _Row, key: str, value: Any = None) -> BadLine:
+        name = self._column[key]
+        label = f"`{key}`" + f" ({self._knob}.columns.{key} = {name!r})" * (name != key)
         return BadLine(
-            f"has no {self._label(key)}, or it is empty; the row has {', '.join(row.record)}. Name "
-            f"the column in {self._knob}.columns"
+            f"{label} must be text, is {json_type(value)}; the row has {', '.join(row.record)}. "
+            f"{self._knob}.columns can name another column"
         )
 
-    def _label(self, key: str) -> str:
-        name = self._column[key]
-        return f"`{key}`" if name == key else f"`{key}` ({self._knob}.columns.{key} = {name!r})"
-
     def _text(self, row: _Row, values: dict[str, Any], key: str) -> str:
-        if key not in values:
-            raise self._missing(key, row)
-        value = values[key]
-        if not isinstance(value, str):
-            raise BadLine(f"{self._label(key)} must be text, is {json_type(value)}")
-        if not value.strip():
-            raise BadLine(f"{self._label(key)} is empty")
+        value = values.get(key)
+        if not isinstance(value, str) or not value.strip():
+            raise self._no_text(row, key, value)
         return value
 
     def _reward(self, row: _Row) -> dict[str, Any]:
@@ -283,8 +277,6 @@ class _Reader:
             elif value is None:
                 value = row.as_text.get(name)
             if value is None:
-                if name == "prompt":
-                    raise self._missing("prompt", row)
                 raise BadLine(
                     f"has no column {name!r} for {self._knob}.template; it has "
                     f"{', '.join(row.record)} (write {{{{{name}}}}} for literal braces)"
