@@ -12,7 +12,6 @@ from keel.configs.system_prompts import system_prompt, with_system
 from keel.rl.types import Prompt
 
 _R = TypeVar("_R")
-MAX_MALFORMED = 1000  # number of malformed lines after which reading stops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +56,9 @@ def first_lines(lines: Sequence[str], limit: int = 10) -> list[str]:
     return [*lines[:limit], f"and {more:,} more"] if more > 0 else list(lines)
 
 
-def malformed_error(lines: Sequence[str], knob: str) -> ConfigError:
-    """Create an error that lists the malformed lines and their locations."""
-    cure = "repair it, or set on_bad_line: skip"
-    if len(lines) == 1:
-        return ConfigError(f"{lines[0]} ({knob}; {cure})")
-    listed = "\n  ".join(first_lines(lines, 5))
-    return ConfigError(f"{knob}: {len(lines):,} malformed lines; {cure}:\n  {listed}")
+def malformed_error(line: str, knob: str) -> ConfigError:
+    """Create an error about a malformed line, which begins with its location."""
+    return ConfigError(f"{line} ({knob}; repair it, or set on_bad_line: skip)")
 
 
 def read_records(path: Path, parse: Callable[[Any], _R], kind: str) -> list[_R]:

@@ -21,12 +21,12 @@ way to judge completions.
 import json
 import re
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.conversations.forms import parse_chat
 from keel.data.items import (
-    MAX_MALFORMED,
     Item,
     Loaded,
     add_source_system,
@@ -84,12 +84,10 @@ def load_jsonl(
     """
     knob = f"data.sources[{source.name}]"
     rows = read_source_rows(source, f"{knob}.path")
-    reader, strict = _Reader(source, check_reward), source.on_bad_line == "error"
+    reader = _Reader(source, check_reward)
     items: dict[str, Item] = {}
     skipped: list[str] = []
-    for count, row in enumerate(rows):
-        if (source.size and count == source.size) or (strict and len(skipped) == MAX_MALFORMED):
-            break
+    for row in islice(rows, source.size or None):
         try:
             item = reader.item(row)
             name = item.prompt.prompt_id
@@ -98,8 +96,8 @@ def load_jsonl(
             items[name] = item
         except BadLine as error:
             skipped.append(f"{row.at}: {error}")
-    if skipped and strict:
-        raise malformed_error(skipped, knob)
+            if source.on_bad_line == "error":
+                raise malformed_error(skipped[0], knob) from error
     if not items:
         reason = (
             f"all {len(skipped)} lines are malformed; {skipped[0]}" if skipped else "it is empty"

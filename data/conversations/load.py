@@ -20,7 +20,7 @@ from keel.data.conversations.forms import (
 )
 from keel.data.conversations.text import Encoded, generate_texts, read_text
 from keel.data.eval_store import to_trajectory_record
-from keel.data.items import MAX_MALFORMED, digest, first_lines, malformed_error
+from keel.data.items import digest, first_lines, malformed_error
 from keel.data.procedural import build_task
 from keel.data.rows import (
     BadLine,
@@ -381,15 +381,6 @@ def _read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSo
     dropped: Counter[str] = Counter()
     mode = {"as-written": None, "with": True, "without": False}[source.thinking]
 
-    def is_learnable(conversation: Mapping[str, Any]) -> bool:
-        """Return whether a conversation has any assistant message to train on. Also returns True
-        for malformed conversations, which are rejected later."""
-        messages = conversation.get("messages")
-        return not isinstance(messages, list) or any(
-            not isinstance(m, dict) or (m.get("role") == "assistant" and m.get("weight") != 0)
-            for m in cast(list[Any], messages)
-        )
-
     def selected(at: str, text: bytes) -> Iterator[_Placed]:
         line = parse_object(text, replace_surrogates=True)[0]
         of_evaluation = "samples" in line
@@ -404,8 +395,8 @@ def _read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSo
                 yield place, record
                 continue
             record.pop("segments", None)
-            others = record.get("other_conversations", [])
-            learnable = [{**record, **one} for one in (record, *others) if is_learnable(one)]
+            conversations = [record, *record.get("other_conversations", [])]
+            learnable = [{**record, **one} for one in conversations if _is_learnable(one)]
             dropped["no whole turn"] += not learnable
             for conversation in learnable:
                 yield place, conversation
@@ -414,6 +405,15 @@ def _read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSo
         (f"{path}:{number}", line) for path in files for number, line in read_lines(path, knob)
     )
     return replace(_read_examples(source, lines, selected), unselected=dropped)
+
+
+def _is_learnable(conversation: Mapping[str, Any]) -> bool:
+    """Return whether a conversation has a message to train on, or is malformed."""
+    messages = conversation.get("messages")
+    return not isinstance(messages, list) or any(
+        not isinstance(m, dict) or (m.get("role") == "assistant" and m.get("weight") != 0)
+        for m in cast(list[Any], messages)
+    )
 
 
 def _read_examples(
@@ -425,18 +425,17 @@ def _read_examples(
     or raises BadLine if the row is malformed."""
     # `size` counts the conversations that a limit per prompt leaves.
     size = 0 if source.most_per_prompt else source.size
-    strict = source.on_bad_line == "error"
     examples: list[Example] = []
     skipped: list[str] = []
     for at, row in rows:
-        if (size and len(examples) >= size) or (strict and len(skipped) == MAX_MALFORMED):
+        if size and len(examples) >= size:
             break
         try:
             examples += [parse_example(record, place, source) for place, record in records(at, row)]
         except BadLine as error:
             skipped.append(f"{at}: {error}")
-    if skipped and strict:
-        raise malformed_error(skipped, f"sft.sources[{source.name}]")
+            if source.on_bad_line == "error":
+                raise malformed_error(skipped[0], f"sft.sources[{source.name}]") from error
     return ReadSource(examples=tuple(examples[: size or None]), skipped=tuple(skipped))
 
 

@@ -78,7 +78,7 @@ def read_text(source: ConversationsConfig, by: Encoded, *, window: int) -> ReadS
         if isinstance(document, BadLine):
             skipped.append(f"{at}: {document}")
             if source.on_bad_line == "error":
-                raise malformed_error(skipped, knob)
+                raise malformed_error(skipped[0], knob)
             continue
         documents += 1
         tokens = [*by.before, *by.encode(document), *by.after]
