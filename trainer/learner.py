@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from keel.trainer.engine.engine import TrainerEngine
     from keel.weights.sender import Sender
 
-STEP = "an optimizer step"
+_STEP = "an optimizer step"
 _GRACE_S = 5.0  # seconds to wait for reports from the other ranks after one rank has failed
 _LOST_S = 90.0
 """Seconds to wait for the other ranks' reports if a lost rank could have caused the failure. Ray
@@ -123,7 +123,7 @@ class Learner:
         """Lock held while calling all ranks, so that every rank receives its calls in the same
         order."""
         self._senders: list[threading.Thread] = []
-        self._locations: list[RankLocation] = []
+        self._locations: list[_RankLocation] = []
         self._version = 0
         self._longest_s: dict[str, float] = {}
         """Duration of the longest call of each kind."""
@@ -176,7 +176,7 @@ class Learner:
                 raise WorkerLost(f"no group is left: {_GONE}")
             shares = plan_shares(kept, self._config, watched)
         ray_timeouts.await_future(asleep)
-        reports = self._call_with_shares("step_packed", (), STEP, len(shares[0]))
+        reports = self._call_with_shares("step_packed", (), _STEP, len(shares[0]))
         result = self._combine_reports(reports, kept)
         before, after = (sum(len(g.group.trajectories) for g in each) for each in (groups, kept))
         dropped = {"rollout/dropped_completions": Sum(before - after)}
@@ -190,14 +190,14 @@ class Learner:
         """Take one optimizer step per packed batch. `shares` has a list of batches for each group
         of ranks. `examples` are used only in messages about non-finite values. Raises OutOfMemory
         if a step doesn't fit on a rank's GPU."""
-        reports = self._call_with_shares("step", shares, STEP, max(map(len, shares)))
+        reports = self._call_with_shares("step", shares, _STEP, max(map(len, shares)))
         return self._combine_reports(reports, examples)
 
     def _combine_reports(
         self, reports: Sequence[StepReport], groups: Sequence[ScoredGroup | SftExample]
     ) -> StepResult:
         if reports[0].out_of_memory:
-            raise OutOfMemory(f"{STEP} did not fit: {reports[0].out_of_memory}", dropped=True)
+            raise OutOfMemory(f"{_STEP} did not fit: {reports[0].out_of_memory}", dropped=True)
         self._version = reports[0].version
         self.tokens = merge_tokens([report.tokens for report in reports])
         findings = [finding for report in reports for finding in report.findings]
@@ -393,22 +393,20 @@ class Learner:
         as the cause of the others. Set `stuck` if some ranks haven't answered."""
         lost = [rank for rank, error in failures.items() if ray_timeouts.is_loss(error)]
         rank = lost[0] if lost else next(iter(failures))
-        error = failures[rank]
-        cause, dead = ray_timeouts.cause(error), isinstance(error, RayActorError)
+        error, cause = failures[rank], ray_timeouts.cause(failures[rank])
         if isinstance(cause, SaveError):  # the ranks are intact
             return SaveError(str(cause))
-        text = f"trainer rank {rank} {'died' if dead else 'failed'} during {what}: {cause}"
-        if dead and rank < len(self._locations):
+        text = f"trainer rank {rank} failed during {what}: {cause}"
+        if isinstance(error, RayActorError):
             why = ray_timeouts.death_reason(error)
-            place = self._describe_rank(rank)
-            text = f"trainer rank {rank} died during {what}{why and ': '}{why}{place}\n"
-            text += _last_lines(self._locations[rank].log)
-        if what == STEP and _error_name(cause) == "OutOfMemoryError":
-            kind: type[RuntimeError] = OutOfMemory
+            text = f"trainer rank {rank} died during {what}{why and ': '}{why}"
+            if place := self._describe_rank(rank):
+                text += f"{place}\n{self._locations[rank].last_lines()}"
+        kind: type[RuntimeError] = CollectiveTimeout if stuck else RuntimeError
+        if what == _STEP and _error_name(cause) == "OutOfMemoryError":
+            kind = OutOfMemory
         elif lost:
             kind = WorkerLost
-        else:
-            kind = CollectiveTimeout if stuck else RuntimeError
         failure = kind(text)
         failure.__cause__ = error
         return failure
@@ -446,7 +444,7 @@ def plan_shares(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankLocation:
+class _RankLocation:
     """A rank's host, process and log file, for error messages if the process dies."""
 
     host: str
@@ -454,10 +452,10 @@ class RankLocation:
     log: str
     """Path of the file with the process's standard error, or an empty string if unknown."""
 
-
-def _last_lines(log: str) -> str:
-    lines = Path(log).read_text(errors="replace").splitlines() if Path(log).is_file() else []
-    return "\n".join(["last lines of its log:", *lines[-_LOG_LINES:]]) if lines else ""
+    def last_lines(self) -> str:
+        log = Path(self.log)
+        lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+        return "\n".join(["last lines of its log:", *lines[-_LOG_LINES:]]) if lines else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -526,10 +524,10 @@ class TrainerWorker:
             with suppress(Exception):  # `start` reads it again and raises
                 self._model = load_policy(model_path, dtype)
 
-    def location(self) -> RankLocation:
+    def location(self) -> _RankLocation:
         stderr = Path("/proc/self/fd/2")
         log = os.readlink(stderr) if stderr.exists() else ""
-        return RankLocation(host=socket.gethostname(), pid=os.getpid(), log=log)
+        return _RankLocation(host=socket.gethostname(), pid=os.getpid(), log=log)
 
     def read_text(self, path: str) -> str:
         try:

@@ -26,7 +26,7 @@ from keel.rl.futures import failed
 from keel.rl.packing import TrainBatch
 from keel.rollout.spec import EngineError
 from keel.trainer import launch as system
-from keel.trainer.learner import STEP, Learner, StepReport, _CallDeadline, plan_shares
+from keel.trainer.learner import _STEP, Learner, StepReport, _CallDeadline, plan_shares
 from keel.trainer.nonfinite import (
     NanTracer,
     SkipCounter,
@@ -136,7 +136,7 @@ def test_host_memory_is_not_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         ranks = Ranks(monkeypatch, (1, error), (2, "well"))
         with pytest.raises(kind):
-            ranks.ask(ranks.learner(make_config(2, 1)), 100.0, STEP)
+            ranks.ask(ranks.learner(make_config(2, 1)), 100.0, _STEP)
 
 
 def test_deadline_scales_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
