@@ -455,7 +455,7 @@ class LayoutSearch:
         return ConfigError(f"no layout of this recipe fits its GPUs: {self.hardware}")
 
 
-CACHE_FILE = "chosen.json"
+_CACHE_FILE = "chosen.json"
 _CACHED = "as chosen when the run began"
 _CPUINFO = Path("/proc/cpuinfo")
 _BFLOAT16 = {"avx512_bf16", "amx_bf16"}
@@ -540,7 +540,7 @@ def load_choice(config: Config, signature: Mapping[str, Any]) -> tuple[Values, s
 def save_choice(folder: Path, values: Values, signature: Mapping[str, Any]) -> None:
     if values:
         content = {"values": dict(values), "hardware": dict(signature)}
-        write_whole(folder / CACHE_FILE, json.dumps(content, indent=1) + "\n")
+        write_whole(folder / _CACHE_FILE, json.dumps(content, indent=1) + "\n")
 
 
 def update_choice(folder: Path, values: Values) -> None:
@@ -552,7 +552,7 @@ def update_choice(folder: Path, values: Values) -> None:
 
 def _read_cache(folder: Path) -> dict[str, dict[str, Any]] | None:
     try:
-        saved = json.loads((folder / CACHE_FILE).read_text())
+        saved = json.loads((folder / _CACHE_FILE).read_text())
         return {"values": dict(saved["values"]), "hardware": dict(saved["hardware"])}
     except (OSError, ValueError, KeyError, TypeError):  # missing or invalid
         return None

@@ -31,11 +31,11 @@ from keel.trainer.placement.hardware import RANK
 from keel.trainer.placement.ray_internals import exit_now, own_processes
 from keel.trainer.run.restarts import WorkerLost
 
-RAYLET = "Ray's node process (raylet)"
-RAY_PROCESSES = {"raylet": RAYLET, "gcs_server": "Ray's control service (GCS)"}
+_RAYLET = "Ray's node process (raylet)"
+RAY_PROCESSES = {"raylet": _RAYLET, "gcs_server": "Ray's control service (GCS)"}
 """Descriptions of the Ray processes that a run depends on, keyed by Ray's names for them."""
-POLL_S = 1.0
-WARN_S = 20.0  # a warning is printed after a process has been stopped for this many seconds
+_POLL_S = 1.0
+_WARN_S = 20.0  # a warning is printed after a process has been stopped for this many seconds
 _RAY_HANG_S = 60.0
 """Maximum time that Ray's own processes may be stopped. Ray declares a node lost if its raylet does
 not answer for 65 s."""
@@ -45,7 +45,7 @@ _SILENT_S = 15.0  # a warning is printed if a node has not answered for this man
 _PARTITION_S = 90.0
 """A node that cannot reach the GCS for this many seconds kills the run's processes. After 65 s, Ray
 declares the node lost and restarts its actors elsewhere."""
-CONNECT_S = 5.0  # interval between attempts to reach the GCS, and the timeout of each attempt
+_CONNECT_S = 5.0  # interval between attempts to reach the GCS, and the timeout of each attempt
 _GCS_HANG_S = 40.0
 """Seconds without an answer from the GCS before the run ends. After 60 s, Ray would end this
 process without a message."""
@@ -85,7 +85,7 @@ def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeHealth:
+class _NodeHealth:
     """The result of polling a node once."""
 
     actors: Collection[str] = ()  # names of the run's actors
@@ -97,7 +97,7 @@ class NodeHealth:
     """Hosts of the nodes that Ray has declared lost, keyed by node id."""
 
 
-class HangDetector:
+class _HangDetector:
     """Monitors the actors started by a raylet, their descendants, and Ray's own processes."""
 
     def __init__(
@@ -117,9 +117,9 @@ class HangDetector:
         self._actors: dict[str, psutil.Process] = {}
         self._stopped_s: dict[psutil.Process, float] = {}
         """How long each stopped process has been stopped."""
-        self._clock, self._host = ray_timeouts.PollClock(POLL_S, clock), socket.gethostname()
+        self._clock, self._host = ray_timeouts.PollClock(_POLL_S, clock), socket.gethostname()
 
-    def poll(self) -> NodeHealth:
+    def poll(self) -> _NodeHealth:
         elapsed_s, messages, failure = self._clock.elapsed(), list[str](), ""
         for name, process in self._ray.items():
             subject = f"{name} (process {process.pid} on {self._host})"
@@ -132,7 +132,9 @@ class HangDetector:
             self._check_actors(elapsed_s, messages)
         if failure and has_exited(self._raylet):
             self.kill_all()  # a stopped actor would outlive its raylet
-        return NodeHealth(actors=tuple(self._actors), messages=tuple(messages), ray_failure=failure)
+        return _NodeHealth(
+            actors=tuple(self._actors), messages=tuple(messages), ray_failure=failure
+        )
 
     def kill_all(self) -> None:
         actors = [actor for actor in self._actors.values() if actor.pid != os.getpid()]
@@ -183,7 +185,7 @@ class HangDetector:
         hang = f"{subject} has been stopped (SIGSTOP) for {now:.0f} s"
         if timeout_s and now >= timeout_s:
             return hang
-        if before < WARN_S <= now:
+        if before < _WARN_S <= now:
             future = f"After {timeout_s:g} s {consequence}" if timeout_s else "It is left alone"
             messages.append(f"{hang}. {future} (run.hang_timeout_s)")
         return ""
@@ -207,7 +209,7 @@ class Watchdog:
     """Checks every second that a run's processes are healthy."""
 
     def __init__(
-        self, poll: Callable[[], NodeHealth], say: Callable[[str], Any], *processes: int
+        self, poll: Callable[[], _NodeHealth], say: Callable[[str], Any], *processes: int
     ) -> None:
         """Start the watchdog's thread. It polls right away if one of the local `processes`
         exits."""
@@ -241,7 +243,7 @@ class Watchdog:
 
     def _run(self) -> None:
         files = list(self._files)
-        while self._stopping not in (ready := select.select(files, [], [], POLL_S)[0]):
+        while self._stopping not in (ready := select.select(files, [], [], _POLL_S)[0]):
             files = [process for process in files if process not in ready]  # they have exited
             try:
                 health = self._poll()
@@ -256,7 +258,7 @@ class Watchdog:
                     with suppress(Exception):  # `say` may be what failed
                         self.say(f"looking for hung processes failed and is retried: {error!r}")
 
-    def _record(self, health: NodeHealth) -> None:
+    def _record(self, health: _NodeHealth) -> None:
         if health.ray_failure:
             ray_timeouts.mark_lost(f"{health.ray_failure}. The run cannot continue without it")
         ranks = {name for name in health.actors if name.startswith(RANK)}
@@ -279,7 +281,7 @@ def start_watchdog(
     if local := own_processes():
         processes = {name: local[kind][0] for kind, name in RAY_PROCESSES.items() if kind in local}
         start = ray_timeouts.session_id()
-        detector = HangDetector(
+        detector = _HangDetector(
             local["raylet"][0], processes, start=start, hang_timeout_s=hang_timeout_s
         )
         watchdog = Watchdog(detector.poll, say, *processes.values())
@@ -293,19 +295,19 @@ def start_watchdog(
 
 
 class _NodeMonitor:
-    """Ray actor that runs a `HangDetector` on its node. If the node loses its connection to the
+    """Ray actor that runs a `_HangDetector` on its node. If the node loses its connection to the
     cluster, the actor kills the run's processes there. Ray would leave them running, and they would
     hold on to their memory."""
 
     def __init__(self, start: str, hang_timeout_s: float) -> None:
         raylet = os.getppid()
-        self._detector = HangDetector(
-            raylet, {RAYLET: raylet}, start=start, hang_timeout_s=hang_timeout_s
+        self._detector = _HangDetector(
+            raylet, {_RAYLET: raylet}, start=start, hang_timeout_s=hang_timeout_s
         )
         if hang_timeout_s:
             threading.Thread(target=self._kill_if_partitioned, daemon=True).start()
 
-    def poll(self) -> NodeHealth:
+    def poll(self) -> _NodeHealth:
         return self._detector.poll()
 
     def _kill_if_partitioned(self) -> None:
@@ -321,9 +323,9 @@ def _wait_for_partition(
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
     """Wait until every attempt to connect within `_PARTITION_S` seconds has failed."""
-    silent_s, polls = 0.0, ray_timeouts.PollClock(2 * CONNECT_S, clock)
+    silent_s, polls = 0.0, ray_timeouts.PollClock(2 * _CONNECT_S, clock)
     while silent_s < _PARTITION_S:
-        pause(CONNECT_S)
+        pause(_CONNECT_S)
         connected, elapsed_s = connects(), polls.elapsed()
         silent_s = 0.0 if connected else silent_s + elapsed_s
 
@@ -331,7 +333,7 @@ def _wait_for_partition(
 def can_connect(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
     except OSError:
         return False
     return True
@@ -341,7 +343,7 @@ def can_connect(address: str) -> bool:
 class _Node:
     host: str
     monitor: Any
-    last: NodeHealth = field(default_factory=NodeHealth)
+    last: _NodeHealth = field(default_factory=_NodeHealth)
     request: Any = None
     """The poll that has not been answered yet. There is never more than one, so no answer is
     lost."""
@@ -381,7 +383,7 @@ class _ClusterMonitor:
         self._hang_timeout_s = hang_timeout_s
         self._update_nodes()
 
-    def poll(self) -> NodeHealth:
+    def poll(self) -> _NodeHealth:
         elapsed_s, end = self._clock.elapsed(), time.monotonic() + _ANSWER_S
         for node in self._nodes.values():
             node.request = node.request or node.monitor.poll.remote()
@@ -395,7 +397,7 @@ class _ClusterMonitor:
                 self._update_nodes()
             except ray_timeouts.Unanswered as error:
                 failure = str(error)
-        return NodeHealth(
+        return _NodeHealth(
             actors=[name for node in self._nodes.values() for name in node.last.actors],
             messages=tuple(messages),
             ray_failure=failure,

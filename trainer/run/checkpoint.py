@@ -23,7 +23,7 @@ from typing import Any
 from keel.configs.schema import Config
 from keel.trainer.run.manifest import MANIFEST, Entry, find_damage, sync_folder, write_manifest
 
-STATE = "state.json"
+_STATE = "state.json"
 PROGRESS = "trainer.json"  # name of the file that contains the trainer's progress
 _FINISHED = re.compile(r"step_(\d{6,})")
 
@@ -64,7 +64,7 @@ def save(
         root.mkdir(exist_ok=True)  # not its parents: a deleted run folder must not reappear
         partial.mkdir()
         sealed = write(partial)
-        (partial / STATE).write_text(json.dumps(dataclasses.asdict(state), indent=1) + "\n")
+        (partial / _STATE).write_text(json.dumps(dataclasses.asdict(state), indent=1) + "\n")
         write_manifest(partial, sealed)
         if final.exists():
             final.rename(root / f".{final.name}.replaced")
@@ -91,7 +91,7 @@ def save(
 
 def read_state(folder: Path) -> State:
     """Read a checkpoint's state. Raises ValueError with the file name if it is invalid."""
-    path = folder / STATE
+    path = folder / _STATE
     try:
         return State(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -103,7 +103,7 @@ def list_finished(root: Path) -> list[Path]:
         path
         for path in (root.iterdir() if root.is_dir() else ())
         if _FINISHED.fullmatch(path.name)
-        and any((path / name).is_file() for name in (STATE, MANIFEST))
+        and any((path / name).is_file() for name in (_STATE, MANIFEST))
     ]
     return sorted(folders, key=step_of)
 
@@ -133,7 +133,7 @@ def find_problems(folder: Path, *, bits: bool = True) -> list[str]:
     except ValueError as error:
         return [str(error)]
     if step != step_of(folder):
-        return [f"{STATE}: of step {step}, so this is another checkpoint under its name"]
+        return [f"{_STATE}: of step {step}, so this is another checkpoint under its name"]
     return []
 
 

@@ -32,7 +32,7 @@ from keel.trainer.run.signals import preemption_signal, signals_blocked
 if TYPE_CHECKING:  # `check_trackers` runs before torch is loaded
     from keel.trainer.run.journal import Journal
 
-RunEnd = Literal["finished", "stopped", "failed"]
+_RunEnd = Literal["finished", "stopped", "failed"]
 """The outcome of a run. A run that was `stopped` can be resumed with the same command."""
 _PROJECT = "keel"  # default project name. Environment variables can override it.
 _EVENT = "tracker"  # the kind of the events that this module writes. They are not sent to trackers.
@@ -64,7 +64,7 @@ class _Tracker(Protocol):
 
     def event(self, step: int, time: float, kind: str, text: str) -> None: ...
 
-    def close(self, end: RunEnd) -> None: ...
+    def close(self, end: _RunEnd) -> None: ...
 
 
 class _Wandb:
@@ -110,7 +110,7 @@ class _Wandb:
         level = "INFO" if kind == "resume" else "WARN"
         self._run.alert(f"{kind}, step {step}", text, level=level, wait_duration=0)
 
-    def close(self, end: RunEnd) -> None:
+    def close(self, end: _RunEnd) -> None:
         if end == "stopped":
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if end == "finished" else 1)
@@ -158,7 +158,7 @@ class _Mlflow:
         tag = self._api.entities.RunTag(f"event.{round(time * 1000)}.{kind}", value)
         self._client.log_batch(self._run, tags=[tag])
 
-    def close(self, end: RunEnd) -> None:
+    def close(self, end: _RunEnd) -> None:
         self._client.set_terminated(self._run, _MLFLOW_STATUS[end])
 
 
@@ -197,11 +197,11 @@ class _Trackio:
         level = "INFO" if kind == "resume" else "WARN"
         self._run.alert(kind, text, level=self._api.AlertLevel[level], step=step)
 
-    def close(self, end: RunEnd) -> None:
+    def close(self, end: _RunEnd) -> None:
         self._run.finish()
 
 
-TRACKERS: Mapping[str, Callable[[], _Tracker]] = {
+_TRACKERS: Mapping[str, Callable[[], _Tracker]] = {
     "wandb": _Wandb,
     "mlflow": _Mlflow,
     "trackio": _Trackio,
@@ -256,7 +256,7 @@ class _TrackerThread:
         """How many bytes of each file have been read."""
         self._events_read = 0
         self._wake, self.done = threading.Event(), threading.Event()
-        self._end: RunEnd | None = None
+        self._end: _RunEnd | None = None
         self._busy_since, self._warned, self._not_before = 0.0, False, 0.0
         self._wake.set()
         self._thread = threading.Thread(target=self._run, name=f"keel-{name}", daemon=True)
@@ -272,7 +272,7 @@ class _TrackerThread:
         if since and time.monotonic() - since > self._hang_s:
             self._warn(f"has not answered for {self._hang_s:.0f} s")
 
-    def close(self, end: RunEnd) -> None:
+    def close(self, end: _RunEnd) -> None:
         """Tell the thread to send the remaining lines in the background and then set `done`."""
         self._end = end
         self._wake.set()
@@ -377,7 +377,7 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 def _close_threads(
     threads: Sequence[_TrackerThread],
-    end: RunEnd,
+    end: _RunEnd,
     step: int,
     say: Callable[[str], None],
     seconds: float = _CLOSE_S,
@@ -403,7 +403,7 @@ def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Conf
     if not (names := config.run.trackers):
         return
     say, knobs = partial(journal.say, _EVENT), _plain_knobs(config)
-    threads = [_TrackerThread(n, TRACKERS[n], folder, knobs, say) for n in names]
+    threads = [_TrackerThread(n, _TRACKERS[n], folder, knobs, say) for n in names]
 
     def wake() -> None:
         for thread in threads:
@@ -412,7 +412,7 @@ def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Conf
     def close(kind: type[BaseException] | None, *_: object) -> None:
         failed = bool(journal.ends) or (kind is not None and issubclass(kind, Exception))
         completed = journal.step >= config.run.steps
-        end: RunEnd = "failed" if failed else "finished" if completed else "stopped"
+        end: _RunEnd = "failed" if failed else "finished" if completed else "stopped"
         journal.begin(f"sending the rest to {', '.join(names)}")
         hurry = preemption_signal() or (kind is not None and not failed)  # such as a second Ctrl-C
         _close_threads(threads, end, journal.step, say, _HURRY_S if hurry else _CLOSE_S)

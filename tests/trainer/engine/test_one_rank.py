@@ -27,7 +27,7 @@ from keel.trainer.placement.elastic import (
     OomRecovery,
     RetryOnOom,
 )
-from keel.trainer.placement.layouts import CACHE_FILE
+from keel.trainer.placement.layouts import _CACHE_FILE
 from keel.trainer.run.restarts import UpdateOutOfMemory
 from tests.rl.packed import pack
 from tests.trainer.engine.batches import Rollouts, write_model
@@ -386,7 +386,7 @@ def test_step_is_repeated_in_smaller_micro_batches(
         return result
 
     monkeypatch.setattr(TrainerEngine, "_accumulate", tight)
-    saved, output = tmp_path / CACHE_FILE, list[str]()
+    saved, output = tmp_path / _CACHE_FILE, list[str]()
     saved.write_text('{"values": {"trainer.micro_batch_tokens": 96}, "hardware": {}}')
     learner, lowering = Local(folder / "untied", roomy), OomRecovery(config=roomy, folder=tmp_path)
     repeating = RetryOnOom(learner=learner, lowering=lowering, say=output.append)

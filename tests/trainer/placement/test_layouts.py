@@ -36,7 +36,7 @@ from keel.trainer.placement.layouts import (
     with_values,
 )
 from keel.trainer.placement.plan import make_plan
-from keel.trainer.run.checkpoint import STATE
+from keel.trainer.run.checkpoint import _STATE
 from keel.trainer.run.journal import EVENTS
 from keel.trainer.run.restarts import OutOfMemory
 from tests.trainer.placement.shapes import SHAPES, SOURCE, facts, machine, recipe, sft_recipe
@@ -217,7 +217,7 @@ def config(tmp_path: Path) -> Config:
     """The config of a run that has a checkpoint and a saved choice."""
     saved = tmp_path / "checkpoints" / "step_000002"
     saved.mkdir(parents=True)
-    (saved / STATE).write_text("{}")
+    (saved / _STATE).write_text("{}")
     save_choice(tmp_path, VALUES, FOUR)
     return Config(run=RunConfig(dir=str(tmp_path)), data=DataConfig(sources=(SOURCE,)))
 
@@ -234,7 +234,7 @@ def test_choice_needs_its_file_and_a_checkpoint(config: Config, tmp_path: Path) 
     (tmp_path / "chosen.json").write_text('{"values": 3')
     assert load_choice(config, FOUR) == ({}, "")
     save_choice(tmp_path, VALUES, FOUR)
-    (tmp_path / "checkpoints" / "step_000002" / STATE).unlink()
+    (tmp_path / "checkpoints" / "step_000002" / _STATE).unlink()
     assert load_choice(config, FOUR) == ({}, "")
 
 

@@ -16,27 +16,27 @@ from keel.model.ray_timeouts import NAME
 from keel.trainer.placement import watchdog
 from keel.trainer.placement.watchdog import (
     _ANSWER_S,
+    _CONNECT_S,
     _PARTITION_S,
+    _POLL_S,
     _RAY_HANG_S,
-    CONNECT_S,
-    POLL_S,
-    WARN_S,
-    HangDetector,
-    NodeHealth,
+    _WARN_S,
     Watchdog,
     _ClusterMonitor,
+    _HangDetector,
+    _NodeHealth,
     _wait_for_partition,
 )
 from keel.trainer.run.restarts import WorkerLost
 from tests.waiting import wait_for
 
-EMPTY = NodeHealth()
-KILLED = NodeHealth(messages=("engine 0 was killed",))
+EMPTY = _NodeHealth()
+KILLED = _NodeHealth(messages=("engine 0 was killed",))
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(watchdog, "POLL_S", 0.001)
+    monkeypatch.setattr(watchdog, "_POLL_S", 0.001)
     yield
     ray_timeouts.new_session()
 
@@ -44,11 +44,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Dog(Watchdog):
     """A watchdog with a script of poll results. The last result is repeated forever."""
 
-    def __init__(self, *script: NodeHealth | Exception) -> None:
+    def __init__(self, *script: _NodeHealth | Exception) -> None:
         self.script, self.messages, self.done = list(script), list[str](), threading.Event()
         super().__init__(self.scripted, self.messages.append)
 
-    def scripted(self) -> NodeHealth:
+    def scripted(self) -> _NodeHealth:
         health = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         if isinstance(health, Exception):
             raise health
@@ -74,14 +74,14 @@ def test_failed_poll_is_reported_once_and_retried() -> None:
 
 
 def test_missing_rank_or_ray_failure_is_a_loss() -> None:
-    ranks = NodeHealth(actors=("trainer rank 0", "trainer rank 1", "rollout engine 0"))
-    Dog(ranks, NodeHealth(actors=("trainer rank 0",))).fails(WorkerLost, "trainer rank 1")
-    dead = NodeHealth(ray_failure="the raylet is gone")
+    ranks = _NodeHealth(actors=("trainer rank 0", "trainer rank 1", "rollout engine 0"))
+    Dog(ranks, _NodeHealth(actors=("trainer rank 0",))).fails(WorkerLost, "trainer rank 1")
+    dead = _NodeHealth(ray_failure="the raylet is gone")
     Dog(dead).fails(ray_timeouts.RayLost, "the raylet is gone")
 
 
 def test_missing_node_with_reserved_gpus_is_a_loss() -> None:
-    other, needed = (NodeHealth(dead_nodes={name: f"host-{name}"}) for name in "ba")
+    other, needed = (_NodeHealth(dead_nodes={name: f"host-{name}"}) for name in "ba")
     dog = Dog(other)
     dog.nodes = {"a"}
     dog.check()
@@ -97,7 +97,7 @@ class FakeNode:
 
     def __init__(self, rank: int) -> None:
         self.poll, self.requests = self, 0
-        self.health = NodeHealth(actors=(f"trainer rank {rank}", "node monitor"))
+        self.health = _NodeHealth(actors=(f"trainer rank {rank}", "node monitor"))
         self.error: Exception | None = None
 
     def remote(self) -> FakeNode:
@@ -111,7 +111,7 @@ class Cluster:
         self.alive, self.now = {"a": "host-a", "b": "host-b"}, 0.0
         self.gcs = True
 
-        def answer(node: FakeNode, *, seconds: float) -> NodeHealth:
+        def answer(node: FakeNode, *, seconds: float) -> _NodeHealth:
             if node.error:
                 raise node.error
             return node.health
@@ -126,7 +126,7 @@ class Cluster:
         patch.setattr(ray_timeouts, "get", answer)
         self.monitor = _ClusterMonitor(100.0, lambda: self.now)
 
-    def poll(self, seconds: float = _ANSWER_S) -> NodeHealth:
+    def poll(self, seconds: float = _ANSWER_S) -> _NodeHealth:
         self.now += seconds
         return self.monitor.poll()
 
@@ -136,7 +136,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return Cluster(monkeypatch)
 
 
-def ranks(health: NodeHealth) -> list[str]:
+def ranks(health: _NodeHealth) -> list[str]:
     return sorted(name for name in health.actors if name != "node monitor")
 
 
@@ -145,7 +145,7 @@ def test_silent_node_is_reported_and_dead_one_replaced(cluster: Cluster, error: 
     assert ranks(cluster.poll()) == ["trainer rank 0", "trainer rank 1"]
     cluster.nodes["b"].error = error
     assert cluster.poll(3600.0).messages == ()  # a suspended monitor does not count
-    polls = [cluster.poll(_ANSWER_S + POLL_S).messages for _ in range(POLLS)]
+    polls = [cluster.poll(_ANSWER_S + _POLL_S).messages for _ in range(POLLS)]
     (message,) = [line for messages in polls for line in messages]
     assert any(polls[:4]) and "host-b" in message and "trainer rank 1" in message
     assert "trainer rank 1" in cluster.poll().actors  # until Ray gives the node up
@@ -175,7 +175,7 @@ def test_partition_needs_failures_in_a_row() -> None:
         return attempts == 10
 
     _wait_for_partition(connects, lambda: now, pause)
-    assert attempts == 10 + _PARTITION_S / CONNECT_S
+    assert attempts == 10 + _PARTITION_S / _CONNECT_S
 
 
 START, RAYLET, ENGINE, WORKER, OTHER = "this", 100, 7, 8, 9
@@ -190,20 +190,20 @@ class Machine:
         (root / "stat").write_text("btime 0\n")
         patch.setattr(psutil, "PROCFS_PATH", str(root))
         patch.setattr(watchdog, "kill", self._kill)
-        patch.setattr(watchdog, "POLL_S", POLL_S)
+        patch.setattr(watchdog, "_POLL_S", _POLL_S)
         self.add(RAYLET, parent=0)
 
-    def detector(self, hang_timeout_s: float = LONG_S, **ray: int) -> HangDetector:
-        return HangDetector(
+    def detector(self, hang_timeout_s: float = LONG_S, **ray: int) -> _HangDetector:
+        return _HangDetector(
             RAYLET, ray, start=START, hang_timeout_s=hang_timeout_s, clock=lambda: self.now
         )
 
-    def poll(self, detector: HangDetector, seconds: float = POLL_S) -> NodeHealth:
+    def poll(self, detector: _HangDetector, seconds: float = _POLL_S) -> _NodeHealth:
         self.now += seconds
         return detector.poll()
 
-    def run(self, detector: HangDetector, seconds: float) -> list[str]:
-        polls = range(round(seconds / POLL_S))
+    def run(self, detector: _HangDetector, seconds: float) -> list[str]:
+        polls = range(round(seconds / _POLL_S))
         return [message for _ in polls for message in self.poll(detector).messages]
 
     def add(self, pid: int, name: str = "", *, parent: int = RAYLET, start: str = START) -> None:
@@ -243,9 +243,9 @@ def test_stopped_tree_is_reported_once_then_killed(machine: Machine, stopped: in
     machine.add(OTHER, "engine 1")
     assert machine.run(detector, LONG_S) == []
     machine.state(stopped, "T")
-    (line,) = machine.run(detector, LONG_S - 2 * POLL_S)
-    assert "engine 0" in line and f"{WARN_S:g} s" in line and machine.killed == []
-    assert len(machine.run(detector, 2 * POLL_S)) == 1 and machine.killed == [ENGINE, WORKER]
+    (line,) = machine.run(detector, LONG_S - 2 * _POLL_S)
+    assert "engine 0" in line and f"{_WARN_S:g} s" in line and machine.killed == []
+    assert len(machine.run(detector, 2 * _POLL_S)) == 1 and machine.killed == [ENGINE, WORKER]
     assert machine.poll(detector).actors == ("engine 1",)
 
 
@@ -253,9 +253,9 @@ def test_resumed_process_and_suspended_monitor_start_over(machine: Machine) -> N
     detector = machine.detector()
     for _ in range(2):
         machine.state(ENGINE, "T")
-        assert len(machine.run(detector, LONG_S - POLL_S)) == 1
+        assert len(machine.run(detector, LONG_S - _POLL_S)) == 1
         machine.state(ENGINE, "S")
-        assert machine.run(detector, POLL_S) == [] == machine.killed
+        assert machine.run(detector, _POLL_S) == [] == machine.killed
     machine.state(ENGINE, "T")
     for seconds in [3600.0] * 9 + [0.001] * 200:  # time without polls does not count
         assert machine.poll(detector, seconds).messages == ()
@@ -278,7 +278,7 @@ def test_hung_ray_process_is_a_failure(machine: Machine) -> None:
     detector = machine.detector(raylet=RAYLET)
     assert not machine.poll(detector).ray_failure
     machine.state(RAYLET, "T")
-    assert len(machine.run(detector, _RAY_HANG_S - POLL_S)) == 1
+    assert len(machine.run(detector, _RAY_HANG_S - _POLL_S)) == 1
     assert not detector.poll().ray_failure
     health = machine.poll(detector)
     assert "raylet" in health.ray_failure

@@ -16,8 +16,8 @@ from keel.commands import dispatch as commands
 from keel.trainer.run.journal import note
 from keel.trainer.run.trackers import (
     _EVENT,
-    RunEnd,
     _close_threads,
+    _RunEnd,
     _TrackerThread,
     has_abandoned_threads,
 )
@@ -33,7 +33,7 @@ class FakeTracker:
         self.steps: list[tuple[int, dict[str, float]]] = []
         self.events: list[str] = []
         self.ids: list[str] = []
-        self.ends: list[RunEnd] = []
+        self.ends: list[_RunEnd] = []
         self.broken, self.released = "", threading.Event()
         self.released.set()
 
@@ -50,7 +50,7 @@ class FakeTracker:
         self._called()
         self.events.append(text)
 
-    def close(self, end: RunEnd) -> None:
+    def close(self, end: _RunEnd) -> None:
         self._called()
         self.ends.append(end)
 
@@ -76,7 +76,7 @@ class Run:
         say, options = self.lines.append, {"retry_s": 0.0, "hang_s": 1e9, **options}
         return _TrackerThread("fake", lambda: self.tracker, self.folder, {}, say, **options)
 
-    def close(self, thread: _TrackerThread, end: RunEnd, step: int, seconds: float = 60.0) -> None:
+    def close(self, thread: _TrackerThread, end: _RunEnd, step: int, seconds: float = 60.0) -> None:
         _close_threads([thread], end, step, self.lines.append, seconds)
 
     @property
@@ -156,13 +156,13 @@ import sys
 from pathlib import Path
 from functools import partial
 from keel.trainer.placement.ray_internals import exit_now
-from keel.trainer.run.trackers import _close_threads, _TrackerThread, TRACKERS
+from keel.trainer.run.trackers import _close_threads, _TrackerThread, _TRACKERS
 from keel.trainer.run.trackers import check_trackers, has_abandoned_threads
 names = ["wandb", "mlflow", "trackio"]
 check_trackers(names)
 say = partial(print, flush=True)
 how = (Path(sys.argv[1]), {"data.sources[s].size": 1}, say)
-threads = [_TrackerThread(n, TRACKERS[n], *how) for n in names]
+threads = [_TrackerThread(n, _TRACKERS[n], *how) for n in names]
 _close_threads(threads, "finished", 3, say, float(sys.argv[2]))
 print("abandoned" if has_abandoned_threads() else "sent all")
 exit_now(0)  # as `keel.commands.dispatch.run` does
