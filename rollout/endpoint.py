@@ -14,6 +14,7 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any, Self, TypeVar, cast
 
@@ -114,11 +115,10 @@ class EndpointCompletions:
         completion. The future raises RuntimeError if the endpoint is unusable."""
 
         async def group() -> Group:
-            options: dict[str, Any] = {"max_tokens": sampling.max_tokens}
-            options["thinking"] = prompt.thinking
-            request = prompt.messages, prompt.tools, sampling
+            most, thinking = sampling.max_tokens, prompt.thinking
+            request = partial(self.complete, prompt.messages, prompt.tools, sampling)
             replies = await asyncio.gather(
-                *(self.complete(*request, **options) for _ in range(group_size))
+                *(request(max_tokens=most, thinking=thinking) for _ in range(group_size))
             )
             trajectories = tuple(
                 _trajectory(prompt, sibling, reply)
@@ -215,8 +215,8 @@ def _read_reply(body: Any, *, seconds: float) -> _Reply | str:
     try:
         choice, usage = body["choices"][0], body.get("usage")
         message = choice["message"]
-        thoughts = {key: str(message[key]) for key in _REASONING_FIELDS if message.get(key)}
-        field, reasoning = next(iter(thoughts.items()), (_THINKING, ""))
+        field = next((key for key in _REASONING_FIELDS if message.get(key)), _THINKING)
+        reasoning = str(message.get(field) or "")
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         calls = [(str(one["name"]), str(one.get("arguments") or "{}")) for one in functions]
         content, cut = str(message.get("content") or ""), choice.get("finish_reason") == "length"
