@@ -138,8 +138,11 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.tokens = [(m.lastgroup or "", m[m.lastgroup or 0]) for m in _TOKEN.finditer(text)]
         self.tokens.append(("", ""))
-        self.at = self.bars = self.symbols = 0
-        self.degrees = self.imaginary = False
+        self.at = 0  # position in `tokens`
+        self.bars = 0  # number of open `|`
+        self.symbols = 0  # number of symbols so far, which tells whether an operand contains one
+        self.in_function = False  # in the argument of a function, where `^\\circ` means degrees
+        self.imaginary = False
         self.names: set[str] = set()
         self.work: set[str] = set()
 
@@ -192,7 +195,7 @@ class _Reader:
                     raise Unreadable("a factorial of a factorial needs brackets")
                 node = self.record_work("!", symbols, _apply(factorial, node))
             elif self.skip("\\circ") or self.skip("{", "\\circ", "}"):
-                node = _apply(_context.radians, node) if self.degrees else node
+                node = _apply(_context.radians, node) if self.in_function else node
             else:
                 node = _apply(_power, node, self.exponent())
 
@@ -211,6 +214,8 @@ class _Reader:
         return _apply(_power, node, self.exponent()) if self.skip("^") else node
 
     def argument(self) -> Node:
+        r"""Parse the argument of a command. Without braces it is one digit, as in `\frac12`, so a
+        number is first split into its digits."""
         if self.kind == "number" and len(self.token) > 1:
             self.tokens[self.at : self.at + 1] = [("number", digit) for digit in self.token]
         return self.atom()
@@ -282,10 +287,10 @@ class _Reader:
             else:
                 self.take("^")
                 exponent = self.argument()
-        symbols, degrees = self.symbols, self.degrees
-        self.degrees = True
+        symbols, outer = self.symbols, self.in_function
+        self.in_function = True
         node = self.group() if self.token in _CLOSING else self.expression(2)
-        self.degrees = degrees
+        self.in_function = outer
         if name != "exp":
             self.record_work("log" if name in ("ln", "log") else "trigonometry", symbols, node)
         node = _apply(operation, node, base) if name == "log" else _apply(operation, node)
