@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from keel.rewards.code.call_driver import from_jsonable
 from keel.rewards.rules.statements import strip_formatting
-from keel.rewards.text import FUNCTION_WORDS, KEYWORDS, WRAPPED, answer_in, normalise
+from keel.rewards.text import NOT_UNITS, WRAPPED, answer_in, normalise
 
 _MAX_CHARACTERS = 32_768
 _MOST_PARTIAL = 0.9
@@ -72,12 +72,6 @@ _NAMES = (
     "sin cos tan sec csc cot asin acos atan acot sinh cosh tanh asinh acosh atanh coth exp log ln "
     "sqrt Abs sign erf erfc erfi gamma Ei li Si Ci Rational Integer"
 )
-_NO_UNITS = (FUNCTION_WORDS | KEYWORDS) - {
-    "byte",
-    "long",
-    "of",
-    "per",
-}  # not units, as in `20 or so`
 _FUNCTIONS = frozenset(_NAMES.split())
 _CONSTANTS = frozenset({"pi"})
 _MAX_EXPONENT = 1000
@@ -169,7 +163,7 @@ def _has_no_extra_text(task: str, answer: str, right: str) -> bool:
         optional = _OPTIONAL_WORDS.get(task, frozenset())
         counts = (Counter(w for w in side if w not in optional) for side in (words, expected))
         return next(counts) == next(counts)
-    if task == "gsm_symbolic" and not _NO_UNITS.isdisjoint(words):
+    if task == "gsm_symbolic" and not NOT_UNITS.isdisjoint(words):
         return False
     return task not in _SHAPES or _SHAPES[task].fullmatch(text) is not None
 
