@@ -59,17 +59,14 @@ def try_functions(
     if isinstance(entry := prompt.reward.get("entry"), Mapping):
         answer = cast(Mapping[str, Any], entry).get("answer")
     right = answer if isinstance(answer, str) and answer else "The result is 42."
-    gives_up = "I have tried it in two ways, and they do not agree. I do not know."
-    texts: list[str] = []
-    for text in (right, gives_up):
-        message = {"role": "assistant", "content": text, "raw": text}
-        if prompt.thinking:
-            thinking = "Let me think about it. The question is clear."
-            message["reasoning_content"] = thinking
-            message["raw"] = f"<think>{thinking}</think>{text}"
-        tokens = 1 + len(message["raw"]) // 4
-        sample = TextTrajectory(messages=(message,), finish_reason="stop", sampled_tokens=tokens)
-        texts.append(sample.dumps())
+    texts = [
+        TextTrajectory(
+            messages=({"role": "assistant", "content": text, "raw": text},),
+            finish_reason="stop",
+            sampled_tokens=1 + len(text) // 4,
+        ).dumps()
+        for text in (right, "I have tried it in two ways, and they do not agree. I do not know.")
+    ]
     pool = WorkerPool(1, timeout_s=timeout_s)
     messages: dict[str, str] = {}
     try:

@@ -235,10 +235,6 @@ _DOUBT = re.compile(
     r"|guess|although|though|but|unless|between|from|wait|actually|instead|or)\b"
     r"|n['’]t\b|\banything\b|\ball\s+but\b"
 )
-_ASIDE = re.compile(
-    r"(?i),?\s+(?:which|because|since|(?:and\s+)?not\s(?=[^;]*\d)|rather\s+than|instead\s+of)\b"
-    r"(?!.*\bbut\b)[^;]*$|\bnot\s+[^\s,]+\s*,?\s+but(?:\s+rather)?\b"
-)
 _VERB = re.compile(
     r"(?i)\b(?:is|are|be|was|were|equals?|equal\s+to|makes?|gives?|gets?|becomes?|has|have|so|thus|hence"
     r"|therefore|obtain|yields?|leaves?|costs?)\b[:,]?|=>|⇒|→|\\(?:implies|Rightarrow)\b|:(?=\s)"
@@ -295,9 +291,6 @@ def stated_answers(text: str, *, exclaims: bool) -> list[str]:
     if not _PROSE.search(text):
         return [text.strip("`\n #")]
     sentence, doubt = _find_claim(text)
-    aside = _ASIDE.search(sentence)
-    if aside and re.search(r"\d", kept := sentence[: aside.start()] + sentence[aside.end() :]):
-        sentence = kept  # 26, not 25
     conclusion = _CONCLUSION.split(sentence)[-1]
     if doubt or not _PROSE.search(sentence) or _DOUBT.search(conclusion):
         return [] if doubt or _PROSE.search(sentence) else [sentence]
