@@ -99,7 +99,7 @@ def check_prompts(
     """Check that a data source's prompts are compatible with its reward weights, and run the
     reference solutions of its programming tasks.
 
-    Returns a summary of those runs, or "" if there were none. Raises ValueError if a prompt is
+    Returns a summary of the runs, or "" if there were none. Raises ValueError if a prompt is
     invalid (the error names the first one) or if this machine can't isolate programs.
     """
     kinds = {str(prompt.reward.get("kind")): prompt for prompt in reversed(prompts)}

@@ -305,7 +305,7 @@ def _opening_messages(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[s
 
 def _serialize(trajectory: Trajectory, *, sampled: bool = False) -> str:
     """Serialize a trajectory for the workers. If `sampled` is set, messages written by the agent
-    program itself are left out."""
+    program itself are omitted."""
     messages = trajectory.messages
     if sampled:
         ours = [m.get("role") == "assistant" and m.get("name") == PROGRAM for m in messages]

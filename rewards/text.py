@@ -58,7 +58,7 @@ def raw_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def thinking_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the thinking from the policy's last message, or "" if there is none."""
+    """Return the thinking from the policy's last message, or ""."""
     message = _last_turn(messages)
     thinking = message.get("reasoning_content")
     if thinking is not None:

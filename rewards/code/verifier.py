@@ -132,7 +132,7 @@ class _CodeTask(RewardSpec):
         return self
 
     def limits(self, defaults: Limits) -> Limits:
-        """Return the resource limits, where those of the task replace `defaults`."""
+        """Return the resource limits: `defaults`, unless the task sets its own."""
         own = {"time_s": self.time_limit_s, "memory_mib": self.memory_mib}
         return replace(defaults, **{knob: v for knob, v in own.items() if v is not None})
 

@@ -59,7 +59,7 @@ def _choice_verifier(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 
     `choices` is a list of texts with the letters A, B and so on, or an object that maps letters to
     texts. Without `choices`, only letters are recognized. The verifier reads the marked text
-    (`\boxed{}`, `<answer>`). If there is none, it reads the text after "answer is" or "answer:",
+    (`\boxed{}`, `<answer>`). Without marks, it reads the text after "answer is" or "answer:",
     then the last line, then the whole text. A completion that names two choices is wrong. Raises
     ValueError if the choices are malformed or the answer is not among them.
     """

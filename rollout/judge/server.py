@@ -19,8 +19,8 @@ from keel.model import ray_timeouts
 from keel.rollout.judge.process import STOP_TIMEOUT_S, VllmServer
 
 MAX_RESTARTS, RECENT_S = 3, 3 * 3600.0
-"""Maximum number of restarts within `RECENT_S` seconds. The run fails if the server dies once more
-within that time."""
+"""Maximum number of restarts within `RECENT_S` seconds. The run fails if the server then dies
+again."""
 _REPLY_S = 30.0
 """Time limit in seconds for a call to the actor. Also added to the server's startup timeout."""
 _PLACED_S = 1.0
