@@ -190,10 +190,9 @@ class _Reader:
             elif token not in ("^", "!"):
                 return node
             elif self.take() == "!":
-                factorial = _DOUBLE_FACTORIAL if self.skip("!") else _FACTORIAL
                 if self.token == "!":
-                    raise Unreadable("a factorial of a factorial needs brackets")
-                node = self.record_work("!", symbols, _apply(factorial, node))
+                    raise Unreadable("`!!` is ambiguous")
+                node = self.record_work("!", symbols, _apply(_FACTORIAL, node))
             elif self.skip("\\circ") or self.skip("{", "\\circ", "}"):
                 node = _apply(_context.radians, node) if self.in_function else node
             else:
@@ -385,7 +384,7 @@ def _within_bounds(name: str) -> Callable[..., Value]:
     return lambda *values: getattr(_context, name)(*map(_check_magnitude, values))
 
 
-_FACTORIAL, _DOUBLE_FACTORIAL, _BINOMIAL = map(_within_bounds, ("factorial", "fac2", "binomial"))
+_FACTORIAL, _BINOMIAL = map(_within_bounds, ("factorial", "binomial"))
 _BOUNDED = "exp sin cos tan sec csc cot sinh cosh tanh coth"
 _INVERTIBLE = "sin cos tan cot sec csc sinh cosh tanh"
 
