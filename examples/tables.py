@@ -69,8 +69,9 @@ _QUESTIONS = {
         "FROM orders GROUP BY customer HAVING count(*) > 1)",
     ),
 }
-"""Maps each kind of question to its text and to a query, which selects the answer, or names with
-values of which the largest is the answer's. A category and a month are drawn for each task."""
+"""Maps each kind of question to its text and its query. A query selects either the answer, or names
+with their values. Then the answer is the name with the largest value. A category and a month are
+drawn for each task."""
 
 
 def _draw_shop(draw: random.Random) -> sqlite3.Connection:
