@@ -276,12 +276,9 @@ def _write_hashed(folder: Path, text: str, name: str) -> Path:
     again with the same input resumes the same run."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     path = folder / f"{digest}-{name}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            write_whole(path, text)
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        write_whole(path, text)
     return path
 
 

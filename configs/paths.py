@@ -10,7 +10,7 @@ from pathlib import Path
 
 from keel.configs.sections.base import ConfigError
 
-PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parent
 _JINJA = ("{{", "{%")
 
 
@@ -22,8 +22,8 @@ def data_path(text: str) -> Path:
         path = Path(text).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"{text}: {error}") from error
-    shipped = PACKAGE.parent / path
-    ours = not path.is_absolute() and path.parts[:1] == (PACKAGE.name,)
+    shipped = _PACKAGE.parent / path
+    ours = not path.is_absolute() and path.parts[:1] == (_PACKAGE.name,)
     return shipped if ours and not path.exists() and shipped.is_file() else path
 
 
@@ -65,7 +65,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     partial.replace(path)
 
 
-_RECIPES = PACKAGE.resolve() / "recipes"
+_RECIPES = _PACKAGE.resolve() / "recipes"
 _HARDWARE = "hardware/"
 _FOLDERS: Mapping[str, str] = {
     "": "Recipes for keel train, eval and filter (sft-…: keel sft; pretrain-…: keel pretrain)",

@@ -72,7 +72,7 @@ def _compute_pass_rate(prompt: Prompt, source: str, groups: Sequence[ScoredGroup
     )
 
 
-def read_pass_rates(path: Path) -> dict[str, _PassRate]:
+def _read_pass_rates(path: Path) -> dict[str, _PassRate]:
     """Read a table of pass rates. If an ID occurs more than once, the last line wins. Raises
     ConfigError with the file name and line number of a malformed line."""
 
@@ -132,7 +132,7 @@ class FilterFolder:
                     "Choose another filter.dir, or restore these settings to resume it"
                 )
             self._lines = folder.lines(self._table_path.name)
-            self._rates = read_pass_rates(self._table_path)
+            self._rates = _read_pass_rates(self._table_path)
             for name, rate in self._rates.items():
                 prompt, _ = self._prompts.get(name, (None, ""))
                 if prompt is None or prompt_digest(prompt) != rate.digest:

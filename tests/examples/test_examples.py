@@ -21,7 +21,7 @@ from keel.agents.environments.demonstrations import Demonstration
 from keel.agents.environments.search.environment import Search
 from keel.agents.types import Transcript
 from keel.configs.load import load_config
-from keel.configs.paths import PACKAGE
+from keel.configs.paths import _PACKAGE
 from keel.configs.schema import ConversationsConfig, EnvironmentConfig, SourceConfig
 from keel.data.conversations.load import read_conversations
 from keel.data.eval_store import collect_samples
@@ -101,7 +101,7 @@ def test_graded_proofs_become_tasks(tmp_path: Path) -> None:
 
 def test_shipped_problems_are_those_of_the_script() -> None:
     made = problem_lines()
-    path = PACKAGE / "mixed" / "proofs.jsonl"
+    path = _PACKAGE / "mixed" / "proofs.jsonl"
     assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == made
     assert len({line["messages"][1]["content"] for line in made}) == len(made)
     for line in made:

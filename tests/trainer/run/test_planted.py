@@ -19,7 +19,7 @@ from keel.commands.replay import _find_batch, _nearest_checkpoint
 from keel.commands.report.page import report
 from keel.configs.load import load_config
 from keel.data.eval_store import read_evaluation
-from keel.data.pass_rates import _PassRate, read_pass_rates
+from keel.data.pass_rates import _PassRate, _read_pass_rates
 from keel.model.load import load_model_config, load_policy, load_tokenizer
 from keel.model.tiny.build import model_config
 from keel.model.tiny.tokenizer import build_tokenizer
@@ -119,7 +119,7 @@ def test_driver_files_run_no_code(tmp_path: Path) -> None:
         lambda: read_batch(_find_batch(run, 1)),
         lambda: _nearest_checkpoint(run / "checkpoints", 2),
         lambda: read_evaluation(run / "evaluations" / "one"),
-        lambda: read_pass_rates(run / "filter" / "rates.jsonl"),
+        lambda: _read_pass_rates(run / "filter" / "rates.jsonl"),
         lambda: _read_state(run / "trackers" / "wandb.json"),
     ]
     of_model: list[Callable[[], object]] = [
