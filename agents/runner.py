@@ -29,7 +29,7 @@ _STARTING = 8
 _CLOSE_S = 120.0
 
 
-TurnSampler = Callable[[TurnRequest, Purpose], Future[TurnResult]]
+SubmitTurn = Callable[[TurnRequest, Purpose], Future[TurnResult]]
 """Submits a request to an engine and immediately returns a future for the turn."""
 
 
@@ -62,7 +62,7 @@ class EpisodeRunner:
         self,
         kinds: Mapping[str, EpisodeKind],
         *,
-        sample: TurnSampler,
+        submit_turn: SubmitTurn,
         seed: int,
         most_open: int,
         closing: Sequence[Callable[[], Awaitable[None]]] = (),
@@ -72,7 +72,7 @@ class EpisodeRunner:
         `closing` are called at the end to release resources shared by the environments."""
         has_programs = any(kind.program is not None for kind in kinds.values())
         raise_file_limit(len(PURPOSES) * most_open, programs=has_programs)
-        self._kinds, self._sample, self._seed = kinds, sample, seed
+        self._kinds, self._submit_turn, self._seed = kinds, submit_turn, seed
         self._starting = asyncio.Semaphore(_STARTING)
         self._endpoint: Endpoint | None = None
         self._closing = closing
@@ -188,7 +188,7 @@ class EpisodeRunner:
     ) -> Trajectory | str:
         async def sample(request: TurnRequest) -> TurnResult:
             try:
-                return await asyncio.wrap_future(self._sample(request, purpose))
+                return await asyncio.wrap_future(self._submit_turn(request, purpose))
             except ValueError as error:
                 raise _EngineRefused from error
 

@@ -253,7 +253,9 @@ def main() -> None:
         )
         runner = EpisodeRunner(
             {"look": kind},
-            sample=lambda request, purpose: pool.turn(request, sampling=sampling, purpose=purpose),
+            submit_turn=lambda request, purpose: pool.turn(
+                request, sampling=sampling, purpose=purpose
+            ),
             seed=0,
             most_open=EPISODES,
         )

@@ -21,7 +21,7 @@ from keel.agents.runner import (
     PURPOSES,
     EpisodeKind,
     EpisodeRunner,
-    TurnSampler,
+    SubmitTurn,
     environment_seed,
     raise_file_limit,
 )
@@ -199,7 +199,7 @@ Factory = Callable[[], Environment]
 def episode_runner(
     config: Config,
     chat: Chat,
-    sample: TurnSampler,
+    submit_turn: SubmitTurn,
     place: Callable[[str, Factory], Environment] | None = None,
 ) -> EpisodeRunner:
     """Build the runner for episodes in the environments. `place` is called with a source's name and
@@ -234,7 +234,7 @@ def episode_runner(
     return EpisodeRunner(
         {source.name: kind(source) for source in sources},
         closing=closing,
-        sample=sample,
+        submit_turn=submit_turn,
         seed=config.run.seed,
         most_open=agents.max_concurrent_episodes,
     )

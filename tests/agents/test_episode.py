@@ -202,14 +202,14 @@ class Factory:
 def running(
     turns: Any, factory: Factory | None = None, *, most_open: int = 64
 ) -> Iterator[EpisodeRunner]:
-    """turns: a policy, or a `TurnSampler`."""
+    """turns: a policy, or a `SubmitTurn`."""
     with EpisodeRunner(
         {
             "sums": EpisodeKind(
                 environment=factory or Factory(), chat=CHAT, budget=BUDGET, context=NO_CONTEXT
             )
         },
-        sample=turns.submit if isinstance(turns, Policy) else turns,
+        submit_turn=turns.submit if isinstance(turns, Policy) else turns,
         seed=1,
         most_open=most_open,
     ) as runner:

@@ -132,7 +132,7 @@ def running(
                 )
                 for name, code in programs.items()
             },
-            sample=policy if callable(policy) else policy.submit,
+            submit_turn=policy if callable(policy) else policy.submit,
             seed=1,
             most_open=64,
         ) as runner:
