@@ -150,8 +150,8 @@ class _Limit:
 
 
 class _MemoryLimiter:
-    """Kills sandboxes that exceed their memory limits. A single thread, started with the first
-    limit, monitors all sandboxes."""
+    """Kills sandboxes that exceed their memory limits. A single thread monitors all sandboxes, and
+    ends with the last one."""
 
     def __init__(self) -> None:
         self._limits: dict[_Limit, str] = {}  # to the reason why the sandbox was killed
@@ -167,7 +167,7 @@ class _MemoryLimiter:
             return lambda: ""
         with self._lock:
             self._limits[limit] = ""
-            if self._thread is None or not self._thread.is_alive():
+            if self._thread is None or not self._thread.is_alive():  # after a fork
                 self._thread = threading.Thread(target=self._run, name="sandboxes", daemon=True)
                 self._thread.start()
         return partial(self._remove, limit)
@@ -183,6 +183,9 @@ class _MemoryLimiter:
         while True:
             started = time.monotonic()
             with self._lock:
+                if not self._limits:
+                    self._thread = None
+                    return
                 limits = [limit for limit, reason in self._limits.items() if not reason]
             for limit in limits:
                 with suppress(OSError):  # out of open files or memory: retried
