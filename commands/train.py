@@ -174,6 +174,7 @@ def run_loop(
             dump_bad_batch=partial(_dump_bad_batch, folder.path, view.say),
             should_abort=runtime.with_watchdog(interrupt.should_abort),
             should_skip_evaluation=interrupt,
+            decoding_steps=lambda: runtime.pool.steps,
             handle_failure=handle_failure,
         )
         reached = loop.train(parts, config, start=start)

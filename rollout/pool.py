@@ -172,6 +172,11 @@ class RolloutPool:
         self._queue: list[_Request] = []
         self._homes: OrderedDict[str, int] = OrderedDict()  # slot by conversation, oldest first
 
+    @property
+    def steps(self) -> int:
+        """Total number of decoding steps across all engines. The value may be a few seconds old."""
+        return sum(slot.progress.last.steps for slot in self.slots)
+
     def start(self) -> tuple[str, ...]:
         """Start all engines and return their distinct warnings. Raises TimeoutError if one doesn't
         start in time, and EngineError if one fails or `shutdown` is called in the meantime."""

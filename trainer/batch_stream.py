@@ -58,6 +58,28 @@ def wait_for(future: Future[T], should_abort: Callable[[], bool]) -> T:
     return future.result()
 
 
+class SamplingProgress:
+    """Estimates how much of a batch has been sampled, based on the finished prompts or the engines'
+    decoding steps, whichever is further along."""
+
+    def __init__(
+        self, config: Config, prompts: int, samples: int, count_steps: Callable[[], int] | None
+    ) -> None:
+        """`count_steps` returns the number of decoding steps so far. It is ignored if the run has
+        environments, because the number of turns in an episode can't be predicted."""
+        rollout, completions = config.rollout, prompts * samples
+        waves = -(-completions // (rollout.max_num_seqs * rollout.engines))
+        self._most = min(rollout.engines, completions) * waves * rollout.sampling.max_tokens
+        self._prompts, self._count = prompts, None if config.with_agents else count_steps
+        self._before = self._count() if self._count else 0
+
+    def estimate(self, finished: int) -> tuple[int, int, str]:
+        steps = min(self._count() - self._before, self._most) if self._count else 0
+        if steps * self._prompts > finished * self._most:
+            return steps, self._most, "decoding steps"
+        return finished, self._prompts, "prompts"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """The groups for one training step."""

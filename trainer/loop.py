@@ -18,7 +18,7 @@ from keel.rl.futures import then
 from keel.rl.metrics import Mean, Metric, Sum, merge
 from keel.rl.summary import evaluation, sampled_tokens, summarize
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, StepResult
-from keel.trainer.batch_stream import BatchStream, never_abort, wait_for
+from keel.trainer.batch_stream import BatchStream, SamplingProgress, never_abort, wait_for
 from keel.trainer.guard import RunGuard, RunJournal, Save
 
 _IDLE = ("rollout", "reward")
@@ -56,6 +56,8 @@ class Parts:
     should_skip_evaluation: Callable[[], bool] = never_abort
     """Return True to cut an evaluation short. A resumed run repeats it. The last evaluation is
     never cut short."""
+    decoding_steps: Callable[[], int] | None = None
+    """Return the total number of decoding steps of all engines, or None if unknown."""
     handle_failure: Callable[[Exception], bool] = lambda _: True
     """Handle an error in sampling, publishing or evaluating, which will end the run. Return True if
     the learner is intact, so that a final checkpoint can be saved."""
@@ -144,9 +146,10 @@ def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
         for name, prompts in parts.heldout.items()
     }
     every = [future for futures in scored.values() for future in futures]
+    progress = SamplingProgress(config, len(every), config.eval.samples, parts.decoding_steps)
 
     def tick() -> bool:
-        parts.journal.reach(sum(future.done() for future in every), len(every), "prompts")
+        parts.journal.reach(*progress.estimate(sum(future.done() for future in every)))
         return parts.should_abort() or should_skip()
 
     try:
