@@ -154,18 +154,15 @@ def run_loop(
         interrupt = stack.enter_context(
             Interrupt(view.say, first_message, grace_s=config.run.grace_s)
         )
-        step = learner.step
+        trained: loop.PolicyLearner = learner
         if runtime.oom_recovery is not None:
             say = partial(journal.say, "out of memory")
-            step = RetryOnOom(learner=learner, lowering=runtime.oom_recovery, say=say).step
+            trained = RetryOnOom(learner=learner, lowering=runtime.oom_recovery, say=say)
         parts = loop.Parts(
-            next_prompts=dataset.train.take,
-            position=dataset.train.state,
-            sample=runtime.submit,
-            score=runtime.scorer.submit,
-            reward_metrics=runtime.scorer.metrics,
-            step=step,
-            version=learner.version,
+            prompts=dataset.train,
+            rollouts=runtime,
+            rewards=runtime.scorer,
+            learner=trained,
             push=runtime.weights.push,
             journal=journal,
             heldout=heldout,

@@ -1,9 +1,9 @@
 """The training loop: sample, score, train, push weights, evaluate and save.
 
-The loop depends only on the functions in `Parts`, so it runs on Ray, vLLM and DeepSpeed (`run_loop`
-in `commands/train.py` fills them in) or on fakes in tests. With `publish_every: 1`, `BatchStream`
-samples and scores up to `algorithm.max_lag` batches ahead. `RunGuard` handles aborts, errors and
-checkpoints.
+The loop depends only on protocols, so it runs on Ray, vLLM and DeepSpeed (`run_loop` in
+`commands/train.py` fills `Parts`) or on fakes in tests. With `publish_every: 1`,
+`BatchStream` samples and scores up to `algorithm.max_lag` batches ahead. `RunGuard` handles aborts,
+errors and checkpoints.
 """
 
 import time
@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from keel.configs.schema import Config, RunConfig
 from keel.rl.futures import then
@@ -25,23 +26,44 @@ _IDLE = ("rollout", "reward")
 """Timings during which the trainer is idle, waiting for completions or rewards."""
 
 
+class Prompts(Protocol):
+    """An endless stream of training prompts in seeded order."""
+
+    def take(self, n: int) -> Sequence[Prompt]: ...
+
+    def state(self, unfinished: Sequence[Prompt]) -> Mapping[str, Any]:
+        """Return a data position that makes a resumed run start with the `unfinished` prompts."""
+        ...
+
+
+class Rollouts(Protocol):
+    def submit(self, prompt: Prompt, purpose: Purpose) -> Future[Group]:
+        """Start sampling a group of completions and return right away."""
+        ...
+
+
+class Rewards(Protocol):
+    def submit(self, group: Group, purpose: Purpose) -> Future[ScoredGroup]: ...
+
+    def metrics(self) -> Mapping[str, Metric]: ...
+
+
+class PolicyLearner(Protocol):
+    @property
+    def version(self) -> int: ...
+
+    def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
+        """Train on a batch. `keel.trainer.placement.elastic.RetryOnOom` wraps a learner to repeat a
+        step that runs out of GPU memory."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Everything that a run consists of, as functions. Futures enforce their own timeouts."""
-
-    next_prompts: Callable[[int], Sequence[Prompt]]
-    """Draw the next n training prompts in seeded order. They never run out."""
-    position: Callable[[Sequence[Prompt]], Mapping[str, Any]]
-    """Return a data position that makes a resumed run start with these unfinished prompts."""
-    sample: Callable[[Prompt, Purpose], Future[Group]]
-    """Start sampling a group of completions and return right away."""
-    score: Callable[[Group, Purpose], Future[ScoredGroup]]
-    reward_metrics: Callable[[], Mapping[str, Metric]]
-    step: Callable[[Sequence[ScoredGroup]], StepResult]
-    """Train on a batch. A step that runs out of GPU memory may be repeated in smaller parts
-    (`keel.trainer.placement.elastic.RetryOnOom`)."""
-    version: int
-    """Version of the learner's weights before the first step."""
+    prompts: Prompts
+    rollouts: Rollouts
+    rewards: Rewards
+    learner: PolicyLearner
     push: Callable[[int], Future[None]]
     """Send the learner's current weights, with this version, to every engine."""
     journal: RunJournal
@@ -69,16 +91,16 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
     The run ends early, with a checkpoint, when `parts.should_stop()` or `parts.should_abort()`
     returns True. If sampling, scoring, publishing or evaluating fails, or a batch has no
     completions, the error is raised, after saving a checkpoint if `parts.handle_failure` returns
-    True. Errors in `parts.step` are raised without a checkpoint, as is the RuntimeError for a
+    True. Errors in `learner.step` are raised without a checkpoint, as is the RuntimeError for a
     step result with `gave_up` set.
     """
-    run, algorithm, version = config.run, config.algorithm, parts.version
+    run, algorithm, learner = config.run, config.algorithm, parts.learner
     stream = BatchStream(
         config,
-        next_prompts=parts.next_prompts,
-        position=parts.position,
-        sample=lambda prompt: parts.sample(prompt, "train"),
-        score=lambda group: parts.score(group, "train"),
+        next_prompts=parts.prompts.take,
+        position=parts.prompts.state,
+        sample=partial(parts.rollouts.submit, purpose="train"),
+        score=partial(parts.rewards.submit, purpose="train"),
         start=start,
     )
     should_abort = parts.should_abort
@@ -87,7 +109,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
     )
     with guard.run():
         if start:  # the engines started from the base model
-            wait_for(parts.push(version), should_abort)
+            wait_for(parts.push(learner.version), should_abort)
         due = bool(parts.heldout) and evaluation_due(run, start)
         if start == 0 or (due and not parts.journal.evaluated(start)):  # the baseline, or missed
             parts.journal.begin("evaluating")
@@ -96,12 +118,12 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                 return start
         stream.open()
         for step in range(start + 1, run.steps + 1):
-            clock = Clock()
+            clock, version = Clock(), learner.version
             with guard.sampling():
                 batch = stream.take(clock.time, should_abort)
             parts.journal.begin("training")
             with clock.time("train"):
-                result = parts.step(batch.groups)
+                result = learner.step(batch.groups)
             if result.findings:
                 parts.dump_bad_batch(step, batch.groups, result.findings)
             evaluating = evaluation_due(run, step)
@@ -113,9 +135,8 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                     if evaluating or algorithm.max_lag == 0:
                         stream.wait_for_adoption(should_abort)
             sampled = summarize(batch.groups, version=version, discarded=batch.discarded)
-            version = result.version
             metrics = merge([sampled, batch.metrics, result.metrics])  # both can drop completions
-            metrics |= parts.reward_metrics()
+            metrics |= parts.rewards.metrics()
             metrics |= clock.metrics(sampled_tokens(batch.groups)) | guard.saver.metrics()
             if evaluating and guard.continues(result):
                 with guard.deferred_errors("evaluating"):
@@ -137,12 +158,9 @@ def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
     (see `keel.rl.summary`). Raises `Cancelled` if `parts.should_abort()` returns True or, before
     the last step, if `parts.should_skip_evaluation()` does."""
     should_skip = parts.should_skip_evaluation if step < config.run.steps else never_abort
-
-    def score(group: Group) -> Future[ScoredGroup]:
-        return parts.score(group, "eval")
-
+    score = partial(parts.rewards.submit, purpose="eval")
     scored = {
-        name: [then(parts.sample(prompt, "eval"), score) for prompt in prompts]
+        name: [then(parts.rollouts.submit(prompt, "eval"), score) for prompt in prompts]
         for name, prompts in parts.heldout.items()
     }
     every = [future for futures in scored.values() for future in futures]

@@ -128,13 +128,10 @@ class FakeRun:
 
     def run(self, config: Config, start: int = 0) -> int:
         parts = Parts(
-            next_prompts=self.take,
-            position=self.state,
-            sample=self.submit,
-            score=self.submit,
-            reward_metrics=self.metrics,
-            step=lambda groups: self.step(groups),
-            version=self.version,
+            prompts=self,
+            rollouts=self,
+            rewards=self,
+            learner=self,
             push=self.push,
             journal=self,
             heldout={"sums": [prompt("held")]},

@@ -39,13 +39,12 @@ FEW = tuple(f"data.sources.{i}.{knob}" for i in (0, 1) for knob in ("size=32", "
 def system_of(task: Task, **parts: Any) -> Any:
     """The parts of a started system that the loop uses."""
     unused = dict.fromkeys(("learner", "oom_recovery", "agents", "watchdog", "nodes"))
-    scorer = SimpleNamespace(tell=lambda say: None, submit=None, metrics=None)
+    scorer = SimpleNamespace(tell=lambda say: None)
     fakes = {
         "pool": SimpleNamespace(),
         "weights": SimpleNamespace(push=lambda _: None),
         "scorer": scorer,
         "gpus": 0,
-        "submit": None,
     }
     how = {"with_watchdog": lambda hurry: hurry}
     return SimpleNamespace(task=task, **{**unused, **fakes, **how, **parts})
@@ -59,7 +58,7 @@ def test_stop_below_alarm_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monke
     def full(folder: Path) -> object:
         raise SaveError(f"{folder}: no space")
 
-    system = system_of(task, learner=SimpleNamespace(tokens={}, version=2, save=full, step=None))
+    system = system_of(task, learner=SimpleNamespace(tokens={}, version=2, save=full))
 
     def two_steps(parts: Any, config: object, *, start: int) -> int:
         parts.journal.record(1, {"eval/spelling/pass@1": Mean(5, 10)}, [])
