@@ -44,9 +44,6 @@ class Stream(Generic[_T]):
         self._orders: dict[str, tuple[int, tuple[_T, ...]]] = {}
         self._identity: dict[str, Any] | None = None
 
-    def __len__(self) -> int:
-        return sum(map(len, self._sources.values()))
-
     @property
     def sources(self) -> Mapping[str, Sequence[_T]]:
         return self._sources
