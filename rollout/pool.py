@@ -161,7 +161,8 @@ class RolloutPool:
         self._lock = threading.Lock()
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: dict[int, _Request] = {}
-        self._draws: Counter[str] = Counter()  # groups requested for each prompt with these weights
+        # Groups requested for each prompt with these weights. `EpisodeRunner` counts its own.
+        self._draws: Counter[str] = Counter()
         self._update: _WeightUpdate | None = None
         self._asleep: Future[None] | None = None  # from the last `sleep`, until the next update
         self._ended: Exception | None = None
