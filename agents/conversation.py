@@ -238,8 +238,8 @@ class Conversation:
         self.transcript += messages
 
     def rewrite(self, messages: Sequence[Message], *, added: Sequence[Message] = ()) -> None:
-        """Start a new segment with `messages` as its context. `added` lists those of them that
-        aren't in the transcript yet."""
+        """Start a new segment with `messages` as its context. `added` lists the messages
+        that aren't in the transcript yet."""
         self.transcript += added
         self.view = list(messages)
         self._begin_segment()

@@ -394,7 +394,7 @@ BASE_ENV = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """Time limits in seconds for an environment's methods. Tool calls have limits of their own."""
+    """Time limits in seconds for an environment's methods. Tool calls have separate limits."""
 
     open_s: float = 60.0
     reply_s: float = 30.0

@@ -193,7 +193,7 @@ def methods_of(target: Any) -> dict[str, Callable[..., Any]]:
 
 def public_functions(target: Any) -> dict[str, Callable[..., Any]]:
     """Return functions keyed by name, given a module, a list of functions or a single function. A
-    module's private functions are left out."""
+    module's private functions are skipped."""
     if inspect.ismodule(target):
         public = getattr(target, "__all__", [name for name in vars(target) if name[0] != "_"])
         values = [getattr(target, name) for name in public]
