@@ -370,6 +370,8 @@ def _files_of(source: _Source, knob: str) -> list[Path]:
             return _find_hub_files(source)
         path = data_path(source.path)
         if path.is_dir():
+            if saved := _find_saved_files(path, source.split):
+                return saved
             return [path / name for name in _choose_files(_list_files(path), source)]
     except _FilesNotFound as error:
         raise ConfigError(f"{knob} = {source.path!r}: {error}") from error
@@ -438,6 +440,25 @@ def _list_files(folder: Path) -> list[str]:
         for path in folder.rglob("*")
         if path.is_file() and not any(p.startswith(".") for p in path.relative_to(folder).parts)
     ]
+
+
+def _find_saved_files(folder: Path, split: str) -> list[Path]:
+    """Return the files that the index files of `save_to_disk` list, or [] if there are no index
+    files. A folder can contain other files, such as the cache of `map` or an earlier save."""
+    try:
+        if (index := folder / "dataset_dict.json").is_file():
+            splits: list[str] = json.loads(index.read_text("utf-8"))["splits"]
+            name = split or (splits[0] if len(splits) == 1 else "train")
+            if name not in splits:
+                problem = f"has no split {name!r}; it has {', '.join(splits)} (set split)"
+                raise _FilesNotFound(problem)
+            folder = folder / name
+        if not (state := folder / "state.json").is_file():
+            return []
+        files = json.loads(state.read_text("utf-8"))["_data_files"]
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise _FilesNotFound(f"{folder} cannot be read: {error!r}") from error
+    return [folder / entry["filename"] for entry in files]
 
 
 def _find_hub_files(source: _Source) -> list[Path]:

@@ -1,5 +1,6 @@
 """The files of a folder or a dataset on the hub, and errors for missing files."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from huggingface_hub import constants
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data import rows
 from keel.data.jsonl import load_jsonl
-from keel.data.rows import _choose_files, _FilesNotFound, cached_places
+from keel.data.rows import _choose_files, _files_of, _FilesNotFound, cached_places
 
 LINES = b'{"question": "1+1?", "answer": "so #### 2"}\n{"question": "1+2?", "answer": "#### 3"}\n'
 GSM8K: dict[str, Any] = {"columns": {"prompt": "question"}, "answer_after": "####"}
@@ -64,6 +65,18 @@ def test_folders(tmp_path: Path) -> None:
         load_jsonl(source(folder, split="dev"))
     with pytest.raises(ConfigError, match=r"data.sources\[s\].split"):
         load_jsonl(source(folder / "test.jsonl", split="test"))
+
+
+def test_saved_folders_are_read_by_their_index(tmp_path: Path) -> None:
+    folder = filled(tmp_path, "train_sft/data-0.jsonl", "train_sft/cache-1.jsonl", "hard/b.jsonl")
+    (folder / "dataset_dict.json").write_text('{"splits": ["train_sft", "hard"]}')
+    for split, file in (("train_sft", "data-0.jsonl"), ("hard", "b.jsonl")):
+        state = {"_data_files": [{"filename": file}]}
+        (folder / split / "state.json").write_text(json.dumps(state))
+        assert _files_of(source(folder, split=split), "s") == [folder / split / file]
+    assert len(load_jsonl(source(folder / "train_sft", **GSM8K)).items) == 2
+    with pytest.raises(ConfigError, match="no split 'train'; it has train_sft, hard"):
+        load_jsonl(source(folder, **GSM8K))
 
 
 def test_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
