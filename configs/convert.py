@@ -47,13 +47,15 @@ _RENAMED = {
 }
 """Maps the old path of a knob or section to its current name in the same section."""
 _KEPT = "`keel filter` writes the selected prompts to kept/<source>.jsonl (source: jsonl)"
-_REMOVED = {
-    "data.sources[].least_pass_rate": _KEPT,
-    "data.sources[].most_pass_rate": _KEPT,
-    "data.sources[].pass_rates": _KEPT,
-    "eval.against": "run `keel compare` on the folders of two evaluations",
+_REMOVED: Mapping[str, tuple[str | float, str]] = {
+    "data.sources[].least_pass_rate": (0.0, _KEPT),
+    "data.sources[].most_pass_rate": (1.0, _KEPT),
+    "data.sources[].pass_rates": ("", _KEPT),
+    "eval.against": ("", "run `keel compare` on the folders of two evaluations"),
 }
-"""Maps the path of a removed knob to what to use instead."""
+"""Maps the path of a removed knob to its default and what to use instead. The default is ignored,
+because the recipes in older run folders list all knobs."""
+_INDEX = re.compile(r"\[[^]]*\]")
 
 _NAMES = (
     "allowed_token_ids bad_words beam_width best_of frequency_penalty guided_decoding guided_json "
@@ -121,11 +123,11 @@ def suggest(path: str, root: type) -> str:
     are the more common mistake.
     """
     section, _, key = path.rpartition(".")
-    plain = re.sub(r"\[[^]]*\]", "[]", path)
+    plain = _INDEX.sub("[]", path)
     if plain in _RENAMED:
         return f"renamed to {section}.{_RENAMED[plain]}"
     if plain in _REMOVED:
-        return _REMOVED[plain]
+        return _REMOVED[plain][1]
     knobs = sorted(_knob_paths(root), key=lambda knob: knob.count("."))
     names = [*knobs, *dict.fromkeys(knob.rpartition(".")[0] for knob in knobs)]
     matches = [name for name in names if f".{name}".endswith(f".{key}")]
@@ -202,6 +204,9 @@ class _Builder:
                 why = "changes the distribution without being recorded, so probability ratios "
                 self.problem((*keys, name), f"{path}: {why}would be wrong. Remove it")
             elif name not in hints:
+                old = _REMOVED.get(_INDEX.sub("[]", path))
+                if old is not None and tree[name] == old[0]:
+                    continue
                 hint = suggest(path, self.root)
                 self.problem((*keys, name), f"{path}: no such knob; {hint}")
         values: dict[str, Any] = {}

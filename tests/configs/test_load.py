@@ -101,6 +101,9 @@ def test_old_names_are_answered_with_new_ones(tmp_path: Path) -> None:
     assert refused(path, "rollout.sleep=1").endswith("renamed to rollout.time_share")
     assert "keel compare" in refused(path, "eval.against=x")
     assert not known & _REMOVED.keys()
+    defaults = ["eval.against=''", "data.sources[sums].most_pass_rate=1.0"]
+    assert load_config(path, defaults) == load_config(path)
+    assert "keel filter" in refused(path, "data.sources[sums].most_pass_rate=0.5")
     assert refused(path, "model.path=embedded").endswith("renamed to tiny")
 
 
