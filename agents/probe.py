@@ -2,7 +2,7 @@
 engines start."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from keel.agents.types import (
     WithSystemPrompt,
 )
 from keel.rl.turns import Chat, TurnRequest, TurnResult
-from keel.rl.types import ENVIRONMENT, Prompt
+from keel.rl.types import ENVIRONMENT, Prompt, Verdict
 
 _SHOWN_TOOLS = 8
 
@@ -38,11 +38,12 @@ async def try_environment(
     window: int,
     thinking: bool,
     prompt: SystemPrompt = lambda _: "",
-) -> str:
+) -> tuple[str, Collection[str] | None]:
     """Open an episode for `task`, request a verdict and close it again. Returns a description of
-    the episode. It has a warning if there is no verdict, which the environment may give only after
-    a turn. Raises ValueError if the environment can't be opened, its tools are invalid, or its
-    opening messages don't fit in the context window."""
+    the episode and the names of the verdict's parts. If there is no verdict, which the environment
+    may give only after a turn, the description has a warning and the names are None. Raises
+    ValueError if the environment can't be opened, its tools are invalid, or its opening messages
+    don't fit in the context window."""
     name = program.target if isinstance(program, Program) else program.name
     if isinstance(program, Program):
         fork_server = ForkServer(program)
@@ -100,7 +101,7 @@ async def try_environment(
         note += f". WARNING: no verdict right after the opening: {verdict.reason}"
     elif is_grader and "correct" not in verdict.parts:
         note += f". WARNING: its verdict has no part `correct`, only {list(verdict.parts)}"
-    return note
+    return note, verdict.parts.keys() if isinstance(verdict, Verdict) and inner.grades else None
 
 
 def _count_tokens(opening: Opening, chat: Chat, window: int, thinking: bool) -> int:

@@ -69,6 +69,20 @@ def check_weights(
                 )
 
 
+def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
+    """Return an error message if a component in `weights` is unknown, or "" if all are known.
+    `known` lists the components that an environment returns."""
+    for name in weights:
+        if not is_function(name) and name not in PARTS and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "a verdict without it stops the run"
+            return (
+                f"its verdict has {', '.join(known) or 'no parts'}, but data.sources[].rewards "
+                f"weights {name!r}; {hint}"
+            )
+    return ""
+
+
 def check_parts(kind: str, weights: Mapping[str, float]) -> None:
     """Raise ValueError if a reward component isn't available for prompts of this `kind`."""
     if kind == FUNCTIONS and not any(is_function(n) and w > 0 for n, w in weights.items()):

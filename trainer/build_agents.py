@@ -33,6 +33,7 @@ from keel.configs.system_prompts import system_prompt
 from keel.data.dataset import Dataset
 from keel.data.rows import cached_places
 from keel.model.tiny.cold_start import demonstrator
+from keel.rewards.compose import unknown_parts
 from keel.rewards.sandbox.environments import Network, environment_wrap, find_runtime
 from keel.rl.turns import Chat
 from keel.rl.types import Prompt
@@ -117,7 +118,7 @@ async def _try_source(
     notes: dict[str, str] = {}
     seed = environment_seed(config.run.seed, task)
     if (spec := environment_spec(config, source)) is not None:
-        notes[f"{source.name}, its environment"] = await try_environment(
+        note, parts = await try_environment(
             spec,
             task=task,
             seed=seed,
@@ -126,6 +127,9 @@ async def _try_source(
             thinking=source.thinking,
             prompt=_system_prompt_of(config, source),
         )
+        if parts is not None and (problem := unknown_parts(source.rewards, parts)):
+            note += f". WARNING: {problem}"
+        notes[f"{source.name}, its environment"] = note
     if (driver := _agent_program(config, source)) is not None:
         notes[f"{source.name}, its program"] = await try_program(
             driver,

@@ -20,7 +20,7 @@ CHAT = chat_of("qwen3")
 
 def tried(spec: Program | McpServer, window: int = 4096, task: Any = TASK) -> str:
     work = try_environment(spec, task=task, seed=3, chat=CHAT, window=window, thinking=True)
-    return run(work)
+    return run(work)[0]
 
 
 def complaint(spec: Program | McpServer, **settings: Any) -> str:

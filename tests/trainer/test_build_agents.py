@@ -86,6 +86,15 @@ def test_programs_are_tried_first(tmp_path: Path, code: str, message: str) -> No
         assert name == "shop, its program" and "for 1 turns" in note and "WARNING" not in note
 
 
+def test_weights_of_missing_parts_are_reported() -> None:
+    recipe = config(open_s=PATIENCE_S)
+    (source,) = recipe.data.sources
+    source = replace(source, rewards={"correct": 1.0, "progres": 0.5})
+    recipe = replace(recipe, data=replace(recipe.data, sources=(source,)))
+    (note,) = checked(recipe).values()
+    assert "WARNING: its verdict has correct" in note and "weights 'progres'" in note
+
+
 def test_prompt_files_are_hidden_in_sandboxes(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     tasks, more = tmp_path / "tasks.jsonl", tmp_path / "more.txt"
