@@ -236,6 +236,11 @@ def search_terms(text: str) -> list[str]:
     return result
 
 
+def _unspaced_characters(text: str) -> list[str]:
+    """Keep only the characters of a text that belong to scripts without spaces."""
+    return [character for run in _split_words(text) if _RUN.fullmatch(run) for character in run]
+
+
 def letters_and_digits(text: str) -> str:
     """Keep only the letters and digits of a text, ignoring case and accents. Quotes are compared in
     this form."""
@@ -262,13 +267,17 @@ def excerpt(text: str, terms: Iterable[str], most: int) -> str:
     terms = set(terms)
     starts = range(0, len(text), most // 3) or [0]
     pieces = [(start, min(len(text), start + most)) for start in starts]
-    best = max(pieces, key=lambda piece: len(terms & set(search_terms(text[slice(*piece)]))))
-    start, end = best
+
+    def matches(piece: tuple[int, int]) -> int:
+        part = text[slice(*piece)]
+        return len(terms & {*search_terms(part), *_unspaced_characters(part)})
+
+    start, end = max(pieces, key=matches)
     before, after = "… " if start else "", " …" if end < len(text) else ""
     return before + " ".join(text[start:end].split()) + after
 
 
-_VERSION = 3
+_VERSION = 4
 _PASSAGE = 900
 _SNIPPET = 280
 _MAX_TERMS = 48
@@ -278,9 +287,11 @@ _TABLES = """
 create table about (key text primary key, value text);
 create table documents (id integer primary key, name text unique, title text, text text);
 create table passages (id integer primary key, document integer, start integer, stop integer);
-create virtual table found using fts5 (title, terms, content = '',
+create virtual table found using fts5 (title, terms, characters, content = '',
     tokenize = "unicode61 remove_diacritics 0 categories 'L* N* M* Co'");
 """
+"""The column `characters` finds words of a single character in scripts without spaces, where terms
+are pairs of characters."""
 _SEARCH = """
 select p.document, p.start, p.stop from found join passages p on p.id = found.rowid
 where found match ? order by bm25(found) limit ?
@@ -407,10 +418,11 @@ def _make(path: Path, folder: Path, files: Sequence[Path], fingerprint: str) -> 
             for start, stop in split_ranges(document.text, _PASSAGE):
                 row += 1
                 piece = document.text[start:stop]
+                characters = _unspaced_characters(f"{document.title}\n{piece}")
                 base.execute("insert into passages values (?, ?, ?, ?)", (row, number, start, stop))
                 base.execute(
-                    "insert into found (rowid, title, terms) values (?, ?, ?)",
-                    (row, title, " ".join(search_terms(piece))),
+                    "insert into found (rowid, title, terms, characters) values (?, ?, ?, ?)",
+                    (row, title, " ".join(search_terms(piece)), " ".join(characters)),
                 )
         if not row:
             suffixes = ", ".join((*_TEXT, *_HTML, *_LINES))

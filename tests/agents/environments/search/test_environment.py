@@ -96,6 +96,7 @@ def test_evidence_counts_opened_source_documents(search: Search) -> None:
         ("MIRELA DÁNCU born", "people.jsonl#dancu"),
         ("Tobias Wrenfield", "society.html"),
         ("图书馆 设计", "notes/beijing.txt"),
+        ("湖", "notes/beijing.txt"),  # the last character of a run
         ("แม่น้ำเจ้าพระยา", "notes/thai.txt"),
     ],
 )
