@@ -308,12 +308,7 @@ def _check_evidence(draft: _Draft, search: Search, config: SearchTasksConfig) ->
     facts and documents. Raises Rejected otherwise."""
     for one in draft.evidence:
         _check_quote("evidence", one.document, one.quote, search)
-    quotes = {(one.document, letters_and_digits(one.quote)) for one in draft.evidence}
-    # A quote that is part of another one is not a fact of its own.
-    facts = sum(
-        not any(name == other and quote != longer and quote in longer for other, longer in quotes)
-        for name, quote in quotes
-    )
+    facts = _count_separate_quotes(draft.evidence, search)
     if facts < config.breadth:
         raise Rejected(
             "breadth", f"only {facts} facts are joined, at least {config.breadth} are required"
@@ -333,6 +328,22 @@ def _check_quote(gate: str, name: str, quote: str, search: Search) -> None:
         raise Rejected(gate, f"{name!r} was not opened; name documents you read")
     if wrong := explain_invalid_quote(quote, document):
         raise Rejected(gate, wrong)
+
+
+def _count_separate_quotes(evidence: Sequence[_Evidence], search: Search) -> int:
+    """Count the places that are quoted. Overlapping quotes count once."""
+    places: list[tuple[str, int, int]] = []
+    for one in evidence:
+        quote = letters_and_digits(one.quote)
+        start = letters_and_digits(search.opened[one.document].text).find(quote)
+        places.append((one.document, start, start + len(quote)))
+    count, document, last = 0, "", 0
+    for name, start, end in sorted(places):
+        if name != document:
+            document, last = name, 0
+        count += start >= last
+        last = max(end, last)
+    return count
 
 
 def _check_chain(evidence: Sequence[_Evidence], search: Search, index: SearchIndex) -> None:

@@ -242,6 +242,7 @@ CHEATS: list[tuple[str, dict[str, Any]]] = [
     ("evidence", {"opened": ("bridge.md", "people.jsonl#dancu")}),
     ("evidence", draft(other_spellings=["…"])),
     ("breadth", quotes("1874 by Tobias Wrenfield", "founded in 1874 by")),
+    ("breadth", quotes("by Tobias Wrenfield, who", "Tobias Wrenfield, who collected maps")),
     ("depth", quotes("who collected maps", "Its library has 31,000 volumes")),
     ("chain", {"opened": OPENED, **draft(evidence=[*EVIDENCE, SHOP])}),
     ("own words", draft(question=QUESTION + " Was it Tobias Wrenfield?")),
