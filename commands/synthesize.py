@@ -53,6 +53,9 @@ def synthesize(config: SynthesisConfig) -> int:
 async def _synthesize(config: SynthesisConfig) -> int:
     folder, stop = Path(config.dir).expanduser(), asyncio.Event()
     with Ledger(folder, _task_settings(config)) as ledger:
+        # asyncio's handler needs the loop, which preparing may block for long.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, _leave)
         budget = SynthesisBudget(config.budget, ledger.spent, ledger.used)
         async with AsyncExitStack() as stack:
 
@@ -83,6 +86,10 @@ async def _synthesize(config: SynthesisConfig) -> int:
     if why:
         print(f"keel synthesize: {why}. Run the same command to continue")
     return int(bool(why))
+
+
+def _leave(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _task_settings(config: SynthesisConfig) -> dict[str, Any]:

@@ -68,8 +68,12 @@ class WorkFolder:
         write_whole(self.path / name, text)
 
     def lines(self, name: str) -> _JsonLines:
-        """Open a JSON Lines file for appending, after removing any incomplete last line."""
-        file = self._stack.enter_context((self.path / name).open("a+b"))
+        """Open a JSON Lines file for appending, after removing any incomplete last line. Raises
+        ConfigError if it can't be opened."""
+        try:
+            file = self._stack.enter_context((self.path / name).open("a+b"))
+        except OSError as error:
+            raise self.error(f"{name} cannot be opened: {error.strerror}") from error
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
         return _JsonLines(file)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,9 @@ from keel.agents.environments.general.workshop import (
 )
 from keel.agents.types import ToolResult
 from keel.commands.cli import main
-from keel.commands.synthesize import MakeTask, _make_all
+from keel.commands.synthesize import MakeTask, _make_all, synthesize
 from keel.configs.load import load_synthesis
+from keel.configs.schema import ConfigError
 from keel.configs.synthesis import AuthorConfig, CostConfig
 from keel.rl.turns import Malformed, ToolCall, ToolSpec
 from keel.synthesis.author import (
@@ -124,6 +126,41 @@ def test_synthesis_needs_a_sandbox(
     assert main(["synthesize", str(recipe)]) == 2
     error = capsys.readouterr().err
     assert "bwrap is not installed" in error and "i-trust" not in error
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_signal_ends_the_preparation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, kind: type
+) -> None:
+    raised: list[BaseException] = []
+
+    def prepare(*_: object) -> None:
+        try:
+            signal.raise_signal(number)
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    monkeypatch.setattr("keel.commands.synthesize._pipeline_of", prepare)
+    author = {"base_url": "http://localhost:1/v1", "model": "m"}
+    recipe = tmp_path / "tasks.yaml"
+    recipe.write_text(json.dumps({"family": "code", "dir": str(tmp_path), "author": author}))
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(kind):
+            synthesize(load_synthesis(recipe))
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert [type(error) for error in raised] == [kind]
+
+
+def test_unwritable_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "usage.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"dir = .*usage.jsonl cannot be opened"):
+        synthesized(tmp_path, even)
 
 
 def test_recipe_of_the_page_loads(tmp_path: Path) -> None:
