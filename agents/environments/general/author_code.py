@@ -78,6 +78,12 @@ def resolve_folders(names: Sequence[str]) -> list[Folder]:
         if not inside:
             reason = f"no task.json below {path}; in a sandbox it must be among `readable`"
             raise ValueError(f"{name} is not a folder of tasks: {reason}")
+        for folder in inside:
+            if (folder / "database.sqlite").exists() and not (folder / "database.json").exists():
+                raise ValueError(
+                    f"{folder} has a database.sqlite, which is no longer read; make its tasks "
+                    "again with `keel synthesize`"
+                )
         environments += map(Folder, inside)
     return environments
 

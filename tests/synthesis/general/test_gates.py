@@ -506,6 +506,13 @@ def test_resume_keeps_finished_environments(tmp_path: Path) -> None:
     assert sum(purpose == "tools" for purpose, _ in again.asked) == 1
 
 
+def test_folders_of_older_versions_are_refused(tmp_path: Path) -> None:
+    for name in ("task.json", "database.sqlite"):
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=r"database.sqlite.*again"):
+        resolve_folders([str(tmp_path)])
+
+
 SHIPPED = resolve_folders(["shipped"])
 
 
