@@ -101,6 +101,7 @@ class _CodeTest(BaseModel):
             raise ValueError("needs either `stdout` or `call`")
         if self.call is not None and "returns" not in self.model_fields_set:
             raise ValueError("needs `returns`, the expected value of the call")
+        self.stdin.encode()  # raises ValueError for half of a surrogate pair
         return self
 
 

@@ -38,6 +38,7 @@ def test_the_last_code_block_is_the_program() -> None:
         *(({}, "tests"), ({"tests": []}, "tests"), ({"tests": [ADD_STDIN, 3]}, r"tests\[1\]")),
         ({"tests": [{"stdin": "1", "stdou": "1"}]}, r"tests\[0\]"),
         ({"tests": [{"call": "f", "args": [1]}]}, "returns"),
+        ({"tests": [ADD_STDIN | {"stdin": "\ud800"}]}, r"tests\[0\].*surrogates"),
         ({"tests": [{"call": "f", "args": 1, "returns": 1}]}, "args"),
         ({"tests": [{"call": "os.system('x')", "args": [], "returns": 1}]}, "call"),
         ({"tests": [ADD_CALL], "language": "c++"}, "Python"),
