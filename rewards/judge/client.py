@@ -215,24 +215,24 @@ class JudgeEndpoint:
         async with self._changed:
             self._changed.notify_all()
 
-    def _choose(self) -> _Backend | None:
+    def _choose(self, avoided: _Backend | None) -> _Backend | None:
         """Return the server with the fewest calls in flight, or None if all servers are full or
-        down."""
+        down. `avoided` is chosen only if no other server is free."""
         ready: list[_Backend] = []
         for backend in self._backends:
             if not backend.url:
                 self._start_lookup(backend)
             elif not backend.lookup and backend.calls < self._settings.max_concurrent:
                 ready.append(backend)
-        return min(ready, key=lambda one: one.calls, default=None)
+        return min(ready, key=lambda one: (one is avoided, one.calls), default=None)
 
     @asynccontextmanager
-    async def _acquire_server(self) -> AsyncGenerator[_Backend]:
-        """Wait for a server with a free slot. The calls in flight and the lookups of URLs, one of
-        which has to end first, have their own deadlines."""
+    async def _acquire_server(self, avoided: _Backend | None) -> AsyncGenerator[_Backend]:
+        """Wait for a server with a free slot, preferring servers other than `avoided`. The calls in
+        flight and the lookups of URLs, one of which has to end first, have their own deadlines."""
         started, backend = time.monotonic(), None
         async with self._changed:
-            while not self._stopped and (backend := self._choose()) is None:
+            while not self._stopped and (backend := self._choose(avoided)) is None:
                 await self._changed.wait()
         if backend is None:
             raise JudgeStopped(self._stopped)
@@ -246,10 +246,10 @@ class JudgeEndpoint:
                 self._changed.notify(len(self._in_flight) if self._stopped else 1)
 
     async def _attempts(self, question: Question[Any], key: str) -> str:
-        attempt = 0
+        attempt, backend = 0, None
         while True:
             # The slot is held during the pause, which slows all calls down if the server is busy.
-            async with self._acquire_server() as backend:
+            async with self._acquire_server(backend) as backend:
                 try:
                     messages = question.messages(new_fence())
                     content = await self._call(backend, question, messages)

@@ -301,6 +301,15 @@ def test_other_servers_take_the_requests_while_one_restarts() -> None:
             assert (len(first.requests), len(second.requests)) == (1, 7)
 
 
+def test_a_retry_leaves_a_failing_server() -> None:
+    config = settings("http://unused", base_url="", serve=True, retries=1)
+    with running(lambda _: (500, "down")) as failing, running(good) as fine:
+        servers = [Moving(failing.url, failing.url), Moving(fine.url, fine.url)]
+        with JudgeService(config, servers=servers, backoff_s=0.001) as service:
+            judged(service, "blue")
+        assert len(failing.requests) == 1
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_each_server_has_its_own_limit(count: int) -> None:
     barrier = threading.Barrier(3 * count)
