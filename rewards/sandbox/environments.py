@@ -11,6 +11,7 @@ other processes in the sandbox are killed. The outer process exits last.
 """
 
 import base64
+import json
 import os
 import platform
 import re
@@ -277,9 +278,15 @@ def _probe_problem(sandbox: EnvironmentSandbox) -> str:
     return message or f"exit status {done.returncode}"
 
 
+_QUERY = (
+    "import json, sys;"
+    "print(json.dumps([sys.executable, sys.prefix, sys.base_prefix, sys.base_exec_prefix]))"
+)
+_QUERY_TIMEOUT_S = 30.0
 _PARTS = ("bin", "lib", "lib64", "share", "ssl", "pyvenv.cfg")  # the rest may be unrelated files
 _MAX_LINKS = 40
 _PYTHON = re.compile(r"python[0-9.]*t?")
+_BASE = re.compile(r"(?m)^\s*(?:home|executable)\s*=\s*(\S.*?)\s*$")  # in pyvenv.cfg
 
 
 class _Runtime(NamedTuple):
@@ -295,22 +302,64 @@ def find_runtime(program: str) -> _Runtime:
     if executable is None:
         raise FileNotFoundError(f"there is no program {program}")
     path = Path(executable).absolute()
-    paths = list(_link_chain(path))
-    if _PYTHON.fullmatch(path.name):
-        # The folders of a virtual environment and of the interpreter that it links to.
-        prefixes = dict.fromkeys(link.parent.parent for link in (path, *paths))
-        parts = [prefix / name for prefix in prefixes if prefix.name for name in _PARTS]
-        paths += [link for part in parts if part.exists() for link in _link_chain(part)]
-        return _Runtime(str(path), tuple(dict.fromkeys(paths)))
     with path.open("rb") as file:
         first = file.readline(512)
-    if first.startswith(b"#!"):
+    script = first.startswith(b"#!")
+    if _PYTHON.fullmatch(path.name):
+        return _shim_runtime(path) if script else _python_runtime(path)
+    paths = tuple(_link_chain(path))
+    if script:
         words = shlex.split(first[2:].decode(errors="replace"))
         if words and Path(words[0]).name == "env":
             words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
         if words:
             paths += find_runtime(words[0]).paths
-    return _Runtime(str(path), tuple(paths))
+    return _Runtime(str(path), paths)
+
+
+def _python_runtime(path: Path) -> _Runtime:
+    """Find the files of an interpreter and, if it belongs to a virtual environment, those of the
+    environment. Folders that only hold a link to the interpreter aren't included: `~/.local/bin`
+    may do so, and the rest of `~/.local` is private."""
+    links = [path, *_link_chain(path)]
+    prefixes: list[Path] = []
+    for venv in dict.fromkeys(link.parent.parent for link in links):
+        settings = venv / "pyvenv.cfg"
+        if settings.is_file():
+            prefixes.append(venv)
+            # Named there, because the interpreter may be a copy.
+            for base in _BASE.findall(settings.read_text(errors="replace")):
+                names = [Path(base, name) for name in ("", path.name, "python3", "python")]
+                found = [name for name in names if name.is_file()]
+                links += [link for name in found[:1] for link in (name, *_link_chain(name))]
+    for link in links:
+        # A prefix may also be reached through a link to a folder.
+        prefix = link.parent.parent
+        if prefix.resolve() == link.resolve().parent.parent:
+            prefixes.append(prefix)
+    parts = [prefix / name for prefix in dict.fromkeys(prefixes) if prefix.name for name in _PARTS]
+    paths = [link for part in (*parts, *links) if part.exists() for link in _link_chain(part)]
+    return _Runtime(str(path), tuple(dict.fromkeys(paths)))
+
+
+def _shim_runtime(path: Path) -> _Runtime:
+    """Ask a script that starts an interpreter, as those of pyenv, asdf and nix do, for the
+    interpreter."""
+    # Without `site`: nothing from the environment runs outside the sandbox.
+    command = [str(path), "-I", "-S", "-c", _QUERY]
+    env = {name: os.environ[name] for name in ("HOME", "PATH") if name in os.environ}
+    try:
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True
+        )
+        executable, *prefixes = map(Path, json.loads(done.stdout))
+    except (subprocess.SubprocessError, ValueError) as error:
+        raise FileNotFoundError(f"{path} is no Python interpreter: {error}") from error
+    parts = [prefix / name for prefix in dict.fromkeys(prefixes) for name in _PARTS]
+    paths = [link for part in parts if part.exists() for link in _link_chain(part)]
+    return _Runtime(
+        str(executable), tuple(dict.fromkeys([*paths, *_python_runtime(executable).paths]))
+    )
 
 
 def _link_chain(path: Path) -> Iterator[Path]:

@@ -16,7 +16,7 @@ import yaml
 
 from keel.rewards.sandbox import processes
 from keel.rewards.sandbox import sandbox as module
-from keel.rewards.sandbox.environments import environment_wrap
+from keel.rewards.sandbox.environments import environment_wrap, find_runtime
 from keel.rewards.sandbox.processes import (
     _descendants,
     _MemoryLimiter,
@@ -285,3 +285,33 @@ def test_total_output_is_bounded(box: Sandbox, monkeypatch: pytest.MonkeyPatch) 
     source = "while True: print('x' * 1_000_000, flush=True)"
     ran = run(box, source, lines=10**6)
     assert ran.status == "output" and len(ran.stdout) < 6 << 20
+
+
+def test_an_interpreter_is_mounted_without_the_folders_of_its_links(tmp_path: Path) -> None:
+    base, local, venv, copied = (tmp_path / name for name in ("base", "local", "venv", "copied"))
+    for folder in (base, local, venv, copied):
+        (folder / "bin").mkdir(parents=True)
+        (folder / "share").mkdir()
+    (base / "bin/python3.12").write_bytes(b"\x7fELF")
+    shutil.copymode(sys.executable, base / "bin/python3.12")
+    (local / "bin/python3.12").symlink_to(base / "bin/python3.12")
+    (venv / "bin/python").symlink_to(local / "bin/python3.12")
+    (venv / "pyvenv.cfg").write_text("version = 3.12")
+    shutil.copy(base / "bin/python3.12", copied / "bin/python3.12")
+    (copied / "pyvenv.cfg").write_text(f"home = {local / 'bin'}\nversion = 3.12")
+    for program in (local / "bin/python3.12", venv / "bin/python", copied / "bin/python3.12"):
+        paths = find_runtime(str(program)).paths
+        assert {program, base / "bin/python3.12", base / "share"} <= {*paths}
+        assert not {local, local / "bin", local / "share"} & {*paths}
+        own = program.parent.parent / "pyvenv.cfg"
+        assert (own in paths) == own.exists()
+
+
+@pytest.mark.e2e
+def test_a_script_is_asked_for_its_interpreter(tmp_path: Path) -> None:
+    shim = tmp_path / "python3"
+    shim.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    shim.chmod(0o755)
+    asked, direct = find_runtime(str(shim)), find_runtime(sys.executable)
+    assert asked.executable == direct.executable
+    assert {*direct.paths} <= {*asked.paths}
