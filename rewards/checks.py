@@ -10,6 +10,7 @@ from keel.rewards.compose import check_parts
 from keel.rewards.custom import TextTrajectory, is_function, prompt_fields, scores_group
 from keel.rewards.judge.specs import JUDGED_KINDS, judged_spec
 from keel.rewards.pool import WorkerPool
+from keel.rewards.rules.maths import calculus_in
 from keel.rewards.rules.verifiers import RULE_KINDS, verifier_for
 from keel.rewards.sandbox.sandbox import open_sandbox
 from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
@@ -38,6 +39,12 @@ def check_spec(spec: Mapping[str, Any]) -> None:
         except (ArithmeticError, AttributeError, KeyError, TypeError) as error:
             # From options that a reasoning_gym task does not support.
             raise ValueError(f"reward spec of kind {kind!r}: {error}") from error
+        by_value = kind == "answer" and spec.get("match", "math") == "math"
+        if by_value and (found := calculus_in(str(spec["answer"]))):
+            raise ValueError(
+                f"answer {spec['answer']!r} would be compared as text, because {found} is not "
+                "evaluated; write its value, or set match: exact"
+            )
 
 
 def try_functions(

@@ -33,6 +33,8 @@ def program(number: int, reference: str | None = None, **more: Any) -> Prompt:
     [
         *({}, {"kind": "function", "name": "os.system"}, {"kind": ["answer"]}, {"kind": "answer"}),
         *({"kind": "answer", "answer": "3", "match": bad} for bad in (["math"], "fuzzy")),
+        *({"kind": "answer", "answer": bad} for bad in (r"\sum_{k=1}^n k", r"\int_0^1 x\,dx")),
+        {"kind": "answer", "answer": r"\begin{vmatrix}1&2\\3&4\end{vmatrix}"},
         {"kind": "answer", "match": "schema", "answer": {"$schema": 5}},
         {"kind": "reasoning_gym", "task": "chain_sum"},
         {"kind": "reasoning_gym", "task": "no", "entry": {"answer": "1"}},
@@ -43,7 +45,9 @@ def program(number: int, reference: str | None = None, **more: Any) -> Prompt:
 def test_bad_specs(spec: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         check_spec(spec)
-    check_spec({"kind": "answer", "answer": "3"})
+    for right in ("3", r"\det(A) = 5", r"\text{the sum}"):
+        check_spec({"kind": "answer", "answer": right})
+    check_spec({"kind": "answer", "answer": r"\sum_k k", "match": "exact"})
 
 
 @pytest.mark.e2e
