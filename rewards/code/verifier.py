@@ -23,7 +23,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -174,6 +174,7 @@ def read_task(spec: Mapping[str, Any]) -> _CodeTask:
 
 
 _REL_TOLERANCE = 1e-9
+_MAX_COMPARISONS = 500_000
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
@@ -182,21 +183,52 @@ def _same_value(expected: Any, value: Any, tolerance: float | None = None) -> bo
 
     A list equals a tuple with the same items, and the order of sets and dicts doesn't matter. A
     number never equals a boolean. Integers must match exactly. Other numbers may differ by up to
-    `tolerance`, which is relative unless the expected number is an integer.
+    `tolerance`, which is relative unless the expected number is an integer. Values that take more
+    than `_MAX_COMPARISONS` comparisons count as different.
     """
-    if _is_number(expected) and _is_number(value):
-        return _numbers_match(expected, value, tolerance)
-    kind, left = _collection_items(expected)
-    other, right = _collection_items(value)
-    if kind != other or kind == "?":  # malformed
-        return False
-    if kind == "":
-        return type(expected) is type(value) and expected == value
-    if kind != "~tuple":
-        left, right = sorted(left, key=_sort_key), sorted(right, key=_sort_key)
-    return len(left) == len(right) and all(
-        _same_value(one, two, tolerance) for one, two in zip(left, right, strict=True)
-    )
+    return _Comparison(tolerance).same(expected, value)
+
+
+class _Comparison:
+    def __init__(self, tolerance: float | None) -> None:
+        self._tolerance = tolerance
+        self._budget = _MAX_COMPARISONS
+
+    def same(self, expected: Any, value: Any) -> bool:
+        if _is_number(expected) and _is_number(value):
+            return _numbers_match(expected, value, self._tolerance)
+        kind, left = _collection_items(expected)
+        other, right = _collection_items(value)
+        if kind != other or kind == "?":  # malformed
+            return False
+        if kind == "":
+            return type(expected) is type(value) and expected == value
+        if len(left) != len(right):
+            return False
+        if kind != "~tuple":
+            return self._same_unordered(left, right)
+        return all(map(self.same, left, right))
+
+    def _same_unordered(self, expected: list[Any], value: list[Any]) -> bool:
+        """Sort two unordered collections and compare them. Items that end up in different positions
+        because of rounding are matched one by one."""
+        expected, value = sorted(expected, key=_sort_key), sorted(value, key=_sort_key)
+        pairs = zip(expected, value, strict=True)
+        differing = [i for i, (one, two) in enumerate(pairs) if not self.same(one, two)]
+        if differing and not any(isinstance(v, float) for v in _values_in([expected, value])):
+            return False
+        remaining = list(differing)
+        for i in differing:
+            for j in remaining:
+                self._budget -= 1 + sum(1 for _ in _values_in([expected[i], value[j]]))
+                if self._budget < 0:
+                    return False
+                if self.same(expected[i], value[j]):
+                    remaining.remove(j)
+                    break
+            else:
+                return False
+        return True
 
 
 def _same_text(expected: str, output: str, tolerance: float | None = None) -> bool:
@@ -270,6 +302,14 @@ def _collection_items(value: Any) -> tuple[str, list[Any]]:
         if key in ("~tuple", "~set", "~dict"):
             return (key, cast(list[Any], content)) if isinstance(content, list) else ("?", [])
     return "~dict", [[key, item] for key, item in items.items()]
+
+
+def _values_in(value: Any) -> Iterator[Any]:
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        yield value
+        pending += _collection_items(value)[1]
 
 
 def _sort_key(item: Any) -> tuple[int, Any]:

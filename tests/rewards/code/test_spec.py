@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keel.rewards.code import verifier
 from keel.rewards.code.call_driver import _find, from_jsonable, to_jsonable
 from keel.rewards.code.verifier import _same_text, _same_value, code_blocks, read_task
 from keel.rewards.sandbox.sandbox import Limits
@@ -119,6 +120,10 @@ def test_values() -> None:
 
 def test_tolerance() -> None:
     assert not _same_value([0.5], [0.501]) and _same_value([0.5], [0.501], 0.01)
+    # In order of the rounded values, the pairs are others.
+    expected, value = a_set([1.0, 5], [1.001, 7]), a_set([1.001, 5], [1.0, 7])
+    assert _same_value(expected, value, 0.01) and not _same_value(expected, value)
+    assert not _same_value(expected, a_set([1.001, 5], [1.0, 8]), 0.01)
     assert _same_text("0.5 x\n", " 0.501  x", 0.01) and not _same_text("0.5 x", "0.5 y", 0.01)
     assert not _same_text("0.5", "nan", 0.01) and not _same_text("0.5", "0.5 0.5", 0.01)
     assert _same_text("a \nb\n", "a\nb\n\n") and not _same_text("a b", "a  b")
@@ -144,6 +149,25 @@ def test_sets_are_equal_in_some_order(
     value = [json.loads(json.dumps(one), parse_float=lambda x: float(x) * LOW) for one in expected]
     random.shuffle(value)
     assert _same_value(a_set(*expected), a_set(*value))
+
+
+def test_the_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+    close = verifier._numbers_match
+
+    def counted(*numbers: Any) -> bool:
+        nonlocal compared
+        compared += 1
+        return close(*numbers)
+
+    monkeypatch.setattr(verifier, "_numbers_match", counted)
+    monkeypatch.setattr(verifier, "_MAX_COMPARISONS", 5_000)
+    expected = [[1.0, number] for number in range(2_000)]
+    reversed_ = [[1.004 - number * 2e-6, number] for number in range(2_000)]
+    for value in (reversed_, [[LOW, 0.5]] * 2_000):
+        compared = 0
+        assert not _same_value(a_set(*expected), a_set(*value), 0.01)
+        assert compared < 2 * len(expected) + 5_000
 
 
 def test_large_sets_match() -> None:
