@@ -89,7 +89,9 @@ class EpisodeRunner:
         self._thread.start()
         if has_programs:
             try:
-                start = asyncio.run_coroutine_threadsafe(Endpoint().__aenter__(), self._loop)
+                most = _connection_limit(len(PURPOSES) * most_open)
+                endpoint = Endpoint(max_connections=most)
+                start = asyncio.run_coroutine_threadsafe(endpoint.__aenter__(), self._loop)
                 self._endpoint = start.result(_CLOSE_S)
             except BaseException:
                 self.close()
@@ -230,16 +232,17 @@ class EpisodeRunner:
 
 _FILES_PER_EPISODE = 3
 """File descriptors per open episode: its channel, its standard error and its pidfd."""
-_FILES_PER_DRIVEN_EPISODE = 11
-"""The same with an agent program, which adds a process and connections."""
+_CONNECTIONS_PER_EPISODE = 5
+_SPARE_CONNECTIONS = 256
 _SPARE_FILES = 512
 
 
 def raise_file_limit(episodes: int, *, programs: bool = False) -> None:
     """Raise the limit on open files to allow `episodes` concurrent episodes. Set `programs` if some
     of them are driven by agent programs. Raises ValueError if the hard limit is too low."""
-    each = _FILES_PER_DRIVEN_EPISODE if programs else _FILES_PER_EPISODE
-    files = each * episodes + _SPARE_FILES
+    files = _FILES_PER_EPISODE * episodes + _SPARE_FILES
+    if programs:  # each has a process of its own
+        files += _FILES_PER_EPISODE * episodes + _connection_limit(episodes)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= files:
         return
@@ -247,3 +250,7 @@ def raise_file_limit(episodes: int, *, programs: bool = False) -> None:
         need = f"{episodes} episodes at once need {files} open files, and the limit is {hard}"
         raise ValueError(f"{need}. Raise it (`ulimit -Hn`, LimitNOFILE of a service) or open fewer")
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+
+
+def _connection_limit(episodes: int) -> int:
+    return _CONNECTIONS_PER_EPISODE * episodes + _SPARE_CONNECTIONS

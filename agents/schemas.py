@@ -32,6 +32,9 @@ class ArgumentValidator:
                 self._validators[tool.name] = _validator(tool.parameters)
             except ValueError as error:
                 raise ValueError(f"tool {tool.name}: its schema {error}") from error
+            except Exception as error:  # jsonschema raises many types, as for `"$schema": []`
+                reason = repr(error)[:_MAX_CHARACTERS]
+                raise ValueError(f"tool {tool.name}: its schema is invalid: {reason}") from error
 
     def explain_error(self, call: ToolCall) -> str:
         """Return an error message for the policy, or "" if the call is valid."""
@@ -51,6 +54,8 @@ class ArgumentValidator:
             return f"{call.name}: its arguments are nested too deeply"
         except ArithmeticError:  # `multipleOf` of an integer that no float holds
             return f"{call.name}: a number in its arguments is too large"
+        except Exception:  # the schema cannot be applied, so checking is left to the environment
+            return ""
         messages = [
             error.message[:_MAX_CHARACTERS] + (f" (at {error.json_path})" if error.path else "")
             for error in errors
@@ -116,6 +121,7 @@ _KEYWORDS = {
     "additionalProperties": _additional_properties,
     "pattern": _unchecked,
     "patternProperties": _unchecked,
+    "unevaluatedProperties": _unchecked,  # it matches the patterns of `patternProperties`
     "uniqueItems": _unchecked,
 }
 """Replacements for keywords. A policy could make patterns and `uniqueItems` slow enough to delay

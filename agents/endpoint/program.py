@@ -139,9 +139,9 @@ async def run_program(
             answered = exchange.result() if exchange.done() else {"failed": late.result()}
         finally:
             exchange.cancel()
-        if isinstance(answered, str):
-            raise ValueError(answered[:500])
-        reply, failed = answered, str(answered["failed"])
+        if isinstance(answered, str) or not isinstance(answered.get("failed"), str):
+            raise ValueError(f"sent an invalid reply: {str(answered)[:500]!r}")
+        reply, failed = answered, answered["failed"]
     except EOFError:  # the whole sandbox is gone, usually over its memory
         assert process is not None
         failed = (await process.lost("exit", "run", "")).detail

@@ -45,6 +45,8 @@ from keel.rl.types import PROGRAM, Dialogue, FinishReason, Segment, Usage
 _TURN_S = 600.0
 """Time limit for a turn in seconds. It equals the default timeout of OpenAI's clients."""
 _CANCEL_S = 10.0
+_MAX_TOOLS_KIB = 256
+"""Maximum size of a request's tools. Validating schemas of this size takes seconds."""
 
 
 class TrajectoryRecorder:
@@ -73,6 +75,7 @@ class TrajectoryRecorder:
         self._is_over = is_over
         self._records: list[SegmentRecord] = []
         self.index = _TurnIndex(chat, thinking=thinking)
+        self._validators = {_key_of_tools(()): ArgumentValidator(())}
         self._draws: dict[str, set[int]] = {}
         """Sample numbers in use for each context. Samples from the same context get different
         numbers and therefore different seeds."""
@@ -172,10 +175,14 @@ class TrajectoryRecorder:
         if (characters := request.characters) > self._budget.characters:
             tokens = max(characters // CHARACTERS_PER_TOKEN, self._budget.window)
             raise budget_error(self._budget, "window", tokens)
-        try:
-            arguments = argument_validator(request.tools)
-        except ValueError as error:
-            raise invalid_field("tools", str(error)) from error
+        if (arguments := self._validators.get(tools_key)) is None:
+            tools = json.dumps([tool.as_json() for tool in request.tools], ensure_ascii=False)
+            if len(tools.encode()) > _MAX_TOOLS_KIB << 10:
+                raise invalid_field("tools", f"must have at most {_MAX_TOOLS_KIB} KiB")
+            try:  # in a thread, because large schemas take seconds
+                arguments = await asyncio.to_thread(argument_validator, request.tools)
+            except ValueError as error:
+                raise invalid_field("tools", str(error)) from error
         before, ids = self.index.find_context(request, keys, tools_key, self._growing)
         limit = await self._admit(len(ids), request.limit)
         # No await between here and the sampling, so no other turn extends the same record.
@@ -192,6 +199,7 @@ class TrajectoryRecorder:
             result = await self._sample_into(record, ids, limit)
         finally:
             self._growing.discard(record)
+        self._validators[tools_key] = arguments
         if before is not None:
             before.extended = True
         if how != "extended":

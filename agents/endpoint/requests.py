@@ -125,7 +125,9 @@ class _StreamOptions(_Model):
 
 
 class _TextFormat(_Model):
-    type: Literal["text"] = "text"
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: Literal["text"]
 
 
 class ChatRequest(_Model):
@@ -140,9 +142,14 @@ class ChatRequest(_Model):
     n: Literal[1] = 1
     tool_choice: Literal["auto", "none"] = "auto"
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] = {}
-    response_format: _TextFormat = _TextFormat()
+    response_format: _TextFormat = _TextFormat(type="text")
     logprobs: Literal[False] = False
+    top_logprobs: Literal[0] = 0
+    modalities: Annotated[list[Literal["text"]], FailFast()] = ["text"]
+    audio: None = None
+    web_search_options: None = None
     functions: None = None  # the old form of `tools`
+    function_call: None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     stream: bool = False

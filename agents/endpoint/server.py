@@ -8,6 +8,7 @@ import hmac
 import logging
 import secrets
 import shutil
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -74,9 +75,16 @@ class Endpoint:
     """Serves all trajectories on the loopback interface and a unix socket. Use it as an async
     context manager. Call `add` at the start of each trajectory and `finish` at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_connections: int = 1024) -> None:
+        """Create an endpoint. Once `max_connections` are open, a new one closes another."""
+        self._max_connections = max_connections
         self._port = 0
         self._open: dict[str, _Place] = {}
+        self._busy: dict[web.RequestHandler, TrajectoryRecorder] = {}
+        """Connections with a request that is being served."""
+        self._accepting = 0
+        """Number of accepted connections that are not yet in the server's list."""
+        self._listeners: list[asyncio.Server] = []
         self._runner: web.AppRunner | None = None
         self._folder = ""
 
@@ -99,10 +107,10 @@ class Endpoint:
         self._folder = make_socket_folder("keel-endpoint-", _SOCKET)
         try:
             await self._runner.setup()
-            await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-            self._port = self._runner.addresses[0][1]
-            path = Path(self._folder) / _SOCKET
-            await web.UnixSite(self._runner, str(path)).start()
+            loop, path = asyncio.get_running_loop(), Path(self._folder) / _SOCKET
+            self._listeners.append(await loop.create_server(self._accept, "127.0.0.1", 0))
+            self._port = self._listeners[0].sockets[0].getsockname()[1]
+            self._listeners.append(await loop.create_unix_server(self._accept, str(path)))
             # As open as the port, since a sandbox's user may be another. The keys protect it.
             path.parent.chmod(0o711)
             path.chmod(0o666)
@@ -114,6 +122,8 @@ class Endpoint:
     async def __aexit__(self, *exception: object) -> None:
         for place in list(self._open.values()):
             await self.finish(place.recorder.name)
+        for listener in self._listeners:
+            listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
         self.remove_folder()
@@ -140,9 +150,36 @@ class Endpoint:
         await recorder.finish()
         return recorder
 
+    def _accept(self) -> web.RequestHandler:
+        """Create the handler of a new connection. If too many are open, close the one that has been
+        open for longest of those without a request, or else the newest of the trajectory with the
+        most."""
+        assert self._runner is not None and self._runner.server is not None
+        server = self._runner.server
+        connections = [one for one in server.connections if one.transport is not None]
+        while connections and len(connections) + self._accepting >= self._max_connections:
+            victim = next((one for one in connections if one not in self._busy), None)
+            if victim is None:
+                ((recorder, _),) = Counter(self._busy[one] for one in connections).most_common(1)
+                victim = next(one for one in reversed(connections) if self._busy[one] is recorder)
+                message = f"the endpoint has {self._max_connections} connections, too many"
+                recorder.record_error(ApiError(429, message, code="too_many_connections"))
+            connections.remove(victim)
+            assert victim.transport is not None
+            victim.transport.abort()  # `close` would wait for the client to read
+            victim.force_close()
+        self._accepting += 1
+        asyncio.get_running_loop().call_soon(self._accepted)
+        return server()
+
+    def _accepted(self) -> None:
+        self._accepting -= 1
+
     @web.middleware
     async def _format_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         place = self._open.get(request.match_info.get("name", ""))
+        if place is not None:
+            self._busy[request.protocol] = place.recorder
         try:
             return await handler(request)
         except ApiError as error:
@@ -154,6 +191,8 @@ class Endpoint:
             failure = ApiError(500, f"the endpoint failed: {error!r}", code="internal_error")
             if place is not None:
                 place.recorder.record_error(failure)
+        finally:
+            self._busy.pop(request.protocol, None)
         body = anthropic_error(failure) if _is_anthropic(request) else failure.body()
         return web.json_response(body, status=failure.status)
 

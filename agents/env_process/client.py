@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -197,8 +197,8 @@ class Hosted:
                 reason = f"a message of more than {MAX_MESSAGE_BYTES >> 20} MiB"
                 raise await self._fail("large", during, reason) from error
         if isinstance(reply, dict) and reply.get("id") == number:
-            if "fault" in reply:
-                raise await self._fail(reply["fault"], during, str(reply["why"]))
+            if (fault := _fault_of(reply)) is not None:
+                raise await self._fail(fault[0], during, fault[1])
             if isinstance(reply.get("is"), dict):
                 return reply["is"]
         raise await self._fail("garbage", during, f"sent an invalid reply: {str(reply)[:200]!r}")
@@ -260,6 +260,12 @@ def verdict_of(reply: Mapping[str, Any]) -> Verdict:
 
 
 _REPLY_BYTES = 1 << 16
+
+
+def _fault_of(reply: Mapping[str, Any]) -> tuple[Fault, str] | None:
+    fault = next((name for name in get_args(Fault) if name == reply.get("fault")), None)
+    why = reply.get("why")
+    return None if fault is None or not isinstance(why, str) else (fault, why)
 
 
 class ForkServer:
@@ -328,8 +334,8 @@ class ForkServer:
                 await self._check_isolation(process, program.wrap)
                 process.limit = program.wrap.hold(process.pid, inside=False)
             reply, _ = await self._ask(process, load)
-            if "fault" in reply:
-                raise await self._lost(process, reply["fault"], str(reply["why"]))
+            if (fault := _fault_of(reply)) is not None:
+                raise await self._lost(process, *fault)
             if process.limit is not None:
                 process.limit()  # each forked process has its own memory limit
         except BaseException as error:

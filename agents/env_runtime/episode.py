@@ -58,7 +58,8 @@ def take_channel() -> tuple[Any, Any]:
 
 def failure_of(error: Exception) -> Request:
     if isinstance(error, MemoryError):
-        mib = resource.getrlimit(resource.RLIMIT_AS)[0] >> 20
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        mib = "not set" if limit == resource.RLIM_INFINITY else limit >> 20
         return {"fault": "memory", "why": f"out of memory (memory_mib = {mib})"}
     if isinstance(error, InvalidEnvironment):
         return {"fault": "start", "why": str(error)}
@@ -151,6 +152,8 @@ def call_function() -> None:
     }
     try:
         function = load_object(target)
+        if not callable(function):
+            raise InvalidEnvironment(f"{target} is not a function")
         arguments = bind_arguments(target, function, values)
     except InvalidEnvironment as error:
         sys.exit(str(error))

@@ -10,6 +10,13 @@ import time
 from dataclasses import dataclass
 from typing import Literal, Optional
 
+REPLIES = {
+    "garbage": b"Welcome!",
+    "another": b'{"id": 99, "is": {}}',
+    "no reason": b'{"id": 2, "fault": "raised"}',
+    "unknown fault": b'{"id": 2, "fault": [], "why": ""}',
+}
+
 
 def go_wrong(how: str) -> None:
     print("these are my last words", file=sys.stderr)
@@ -28,8 +35,8 @@ def go_wrong(how: str) -> None:
         raise RuntimeError("the shop burnt down")
     if how == "memory":
         bytearray(1 << 45)
-    if how in ("garbage", "another"):
-        os.write(channels()[0], b"Welcome!\n" if how == "garbage" else b'{"id": 99, "is": {}}\n')
+    if how in REPLIES:
+        os.write(channels()[0], REPLIES[how] + b"\n")
 
 
 def channels() -> list[int]:

@@ -131,7 +131,8 @@ async def test_invalid_verdicts_and_failing_close() -> None:
 
 @asynchronous
 async def test_faults_inside_a_call() -> None:
-    for then, fault in (("another", "garbage"), ("late exit", "exit"), ("memory", "memory")):
+    malformed = [(then, "garbage") for then in ("another", "no reason", "unknown fault")]
+    for then, fault in (*malformed, ("late exit", "exit"), ("memory", "memory")):
         async with episode(memory_mib=512) as environment:
             assert (await lost(use(environment, "wait", seconds=0, then=then))).fault == fault
     async with episode() as environment:

@@ -205,6 +205,15 @@ def test_slow_keywords_are_left_to_the_environment() -> None:
     assert complaint({"additionalProperties": True}, {"z": "2"}) == ""
 
 
+def test_invalid_schema_is_refused_or_left_to_the_environment() -> None:
+    for schema in ({"$schema": []}, {"$schema": {}}, {"$id": []}, {"properties": {"a": 1}}):
+        with pytest.raises(ValueError, match="tool f: its schema"):
+            complaint(schema, {})
+    unmatched = {"patternProperties": {"(": {}}, "unevaluatedProperties": False}
+    for schema in (unmatched, {"$dynamicRef": "#nowhere"}):
+        assert complaint(schema, {"a": 1}) == ""
+
+
 GUIDE = Path(__file__).parents[2] / "docs" / "environments.md"
 BLOCK = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
 

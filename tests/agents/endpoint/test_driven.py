@@ -392,6 +392,9 @@ def test_function_runs_in_its_own_process(tmp_path: Path) -> None:
     command = resolve_command("my_agent:answers", python=sys.executable, folder=tmp_path)
     ended, _ = drive("", command=command, folder=tmp_path)
     assert (ended.failed, ended.answer, ended.verdict) == ("", "s!", None)
+    (tmp_path / "my_agent.py").write_text("answers = 3")
+    ended, _ = drive("", command=command, folder=tmp_path)
+    assert ended.failed and ended.output.endswith("my_agent:answers is not a function")
 
 
 @pytest.mark.parametrize("end", ["", "import time; time.sleep(1000)"])

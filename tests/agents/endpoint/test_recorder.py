@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +306,22 @@ def test_oversized_request_is_refused_before_tokenization(monkeypatch: pytest.Mo
             assert error.value.code == "context_length_exceeded"
 
     assert record(Policy(["word"]), work).finish_reason == "window"
+
+
+def test_large_schemas_do_not_stall_other_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    validator, threads = recorder_module.argument_validator, list[threading.Thread]()
+
+    def validator_of(tools: Any) -> Any:
+        threads.append(threading.current_thread())
+        return validator(tools)
+
+    monkeypatch.setattr(recorder_module, "argument_validator", validator_of)
+
+    async def work(recorder: TrajectoryRecorder) -> None:
+        await ask(recorder, [user("a")], TOOLS)
+        assert threads and threading.current_thread() not in threads
+
+    record(Policy(["word"]), work)
 
 
 def test_calls_of_a_cut_turn_are_withheld() -> None:

@@ -3,7 +3,9 @@
 import asyncio
 import gzip
 import json
+from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import openai
@@ -26,6 +28,7 @@ from tests.agents.endpoint.kit import (
     user,
 )
 from tests.agents.episodes import asynchronous, run
+from tests.waiting import PATIENCE_S
 
 
 async def agent(client: Any, turns: int, *, stream: bool = False) -> Messages:
@@ -109,15 +112,30 @@ def messages(*entries: Any) -> dict[str, Any]:
     return {"messages": list(entries)}
 
 
+def schema_of(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "b", "parameters": parameters}}]}
+
+
 WRONG = [
     (messages(), "messages"),
     (messages({"role": "robot", "content": "a"}), "messages[0].role"),
     (messages(user("a"), {"role": "assistant", "content": "b"}), "messages[1]"),
     (messages(user("a"), call_message("{")), "messages[1].tool_calls[0].function.arguments"),
-    ({"tools": [{"type": "function", "function": {"name": "b" * 300_000}}]}, "tools"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "b", "description": "b" * 300_000}}]},
+        "tools",
+    ),
+    (schema_of({"type": "object", "$schema": []}), "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"logit_bias": {"1": 5}}, "logit_bias"),
     ({"n": 2}, "n"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"function_call": "auto"}, "function_call"),
+    ({"modalities": ["text", "audio"]}, "modalities[1]"),
+    ({"audio": {"voice": "alloy"}}, "audio"),
+    ({"web_search_options": {}}, "web_search_options"),
+    ({"response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"response_format": {"type": "text", "json_schema": {}}}, "response_format.json_schema"),
 ]
 WRONG_FOR_ANTHROPIC: list[dict[str, Any]] = [
     {"tool_choice": {"type": "any"}},
@@ -160,6 +178,39 @@ async def test_invalid_request_names_its_field() -> None:
             assert (status, answer["type"]) == (400, "error")
             assert answer["error"]["type"] == "invalid_request_error"
     assert not policy.requests
+
+
+@asynchronous
+async def test_connections_are_limited() -> None:
+    policy = Policy(["yes"])
+    async with Endpoint(max_connections=8) as endpoint:
+        crowd, other = (endpoint.add(recorder_of(policy, name=name)) for name in ("crowd", "other"))
+        url = urlsplit(crowd.base_url)
+
+        async def connect(request: str) -> asyncio.StreamReader:
+            reader, writer = await asyncio.open_connection(url.hostname, url.port)
+            writers.append(writer)
+            writer.write(request.encode())
+            return reader
+
+        writers: list[asyncio.StreamWriter] = []
+        idle = [await connect("") for _ in range(40)]
+        async with client_of(other) as client:
+            assert await content_of(client) == "yes"
+        async with asyncio.timeout(PATIENCE_S):
+            for reader in idle[:32]:
+                with suppress(ConnectionError):
+                    assert await reader.read() == b"", "it is closed"
+        head = f"POST {url.path}/chat/completions HTTP/1.1\r\n"
+        head += f"Host: a\r\nAuthorization: Bearer {crowd.api_key}\r\nContent-Length: 9\r\n\r\n"
+        for _ in range(12):
+            await connect(head)  # without the body
+        async with client_of(other) as client:
+            assert await content_of(client) == "yes"
+        assert "connections" in (await endpoint.finish("crowd")).last_refusal
+        assert not (await endpoint.finish("other")).last_refusal
+        for writer in writers:
+            writer.close()
 
 
 CITY = {
