@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -204,18 +204,25 @@ class ElasticLayouts:
         if self._hardware.gpu:
             gpus = sum(node.gpus for node in free) - whole.rewards.judge.gpus
         hardware = replace(self._hardware, nodes=tuple(node for node in free if node.gpus))
-        knobs = frozenset(self._chosen) - {_RANKS, _ENGINES}
+        open_knobs, sizes = frozenset(self._chosen), frozenset({_RANKS, _ENGINES})
         if self.lowering.times:
-            knobs -= {f"trainer.{name}" for name in _REDUCED_KNOBS}
+            open_knobs -= {f"trainer.{name}" for name in _REDUCED_KNOBS}
+        smaller = _smaller_configs(whole, self._min_ranks, gpus=gpus)
+        candidates = ((config, open_knobs - sizes) for config in smaller)
+        if sizes <= open_knobs and hardware.nodes:
+            # First try the fastest layout of all, which may let engines and ranks share GPUs.
+            candidates = chain([(whole, open_knobs)], candidates)
         reason = f"No layout of at least {self._min_ranks} ranks (trainer.min_ranks) fits there"
-        sizes = _smaller_configs(whole, self._min_ranks, gpus=gpus)
-        for config in islice(sizes, _MAX_LAYOUTS):
-            if self._shortage(config, limited):
+        for config, knobs in islice(candidates, _MAX_LAYOUTS):
+            if not sizes <= knobs and self._shortage(config, limited):
                 continue
             try:
-                return choose(config, knobs, self._facts, hardware).config, ""
+                chosen = choose(config, knobs, self._facts, hardware).config
             except ConfigError as error:
                 reason = str(error)
+                continue
+            if chosen.trainer.ranks >= self._min_ranks and not self._shortage(chosen, limited):
+                return chosen, ""
         return None, reason
 
     def _record_warning(self, kind: str, line: str) -> None:

@@ -432,22 +432,27 @@ class LayoutSearch:
 
     def explain_misfit(self) -> ConfigError:
         """Explain why even the layout that uses the least memory doesn't fit."""
-        learning = [
-            with_values(self.config, {**seats, **sizes[-1]})
+        ways = (
+            {**seats, **sizes[-1], **turns, **self.sequence_counts(seats, fewer=True)[-1]}
             for seats in self.placements
             for sizes in self.trainer_values(seats.get("trainer.ranks", self.config.trainer.ranks))
-        ]
-        ranks = [memory.trainer_memory(each, self._facts, gpu=True).total for each in learning]
-        config = learning[ranks.index(min(ranks))]
-        engines = {"rollout.engines": config.rollout.engines}
-        fewest = self.sequence_counts(engines, fewer=True)[-1]
-        config = with_values(config, {**self.sharing_modes[-1], **fewest})
-        if "rollout.gpu_memory_utilization" in self.open_knobs:
-            rank, share = memory.trainer_memory(config, self._facts, gpu=True), 0.5
-            if config.rollout.time_share:
-                stays = memory.staying_gib(config, rank)
-                share = max(0.01, min(0.9, 1 - stays / self.hardware.gpu_gib))
-            config = with_values(config, {"rollout.gpu_memory_utilization": share})
+            for turns in self.sharing_modes
+        )
+        knob, config, least, shared = "rollout.gpu_memory_utilization", self.config, None, False
+        for way in ways:
+            if (placement := self._try_placement(way)) is None:
+                continue
+            with suppress(ConfigError):  # some values exclude each other
+                candidate = with_values(self.config, way)
+                rank = memory.trainer_memory(candidate, self._facts, gpu=True)
+                if least is None or rank.total <= least.total:  # the smallest layouts come last
+                    config, least, shared = candidate, rank, placement.shared
+        if least is not None and knob in self.open_knobs:
+            share = 0.5
+            if config.rollout.time_share or not shared:
+                stays = memory.staying_gib(config, least) / self.hardware.gpu_gib
+                share = max(0.01, min(0.9, math.floor(100 * (1 - stays)) / 100))
+            config = with_values(config, {knob: share})
         try:
             plan_on(config, self._facts, self.hardware)
         except ConfigError as error:

@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from keel.model import ray_timeouts
+from keel.rl.futures import on_thread
 from keel.trainer.placement.hardware import RANK
 from keel.trainer.placement.ray_internals import exit_now, own_processes
 from keel.trainer.run.restarts import WorkerLost
@@ -115,6 +117,7 @@ class _HangDetector:
         self._raylet, self._start, self._timeout_s = psutil.Process(raylet), start, hang_timeout_s
         self._ray = {name: psutil.Process(pid) for name, pid in ray_processes.items()}
         self._actors: dict[str, psutil.Process] = {}
+        self._names: dict[psutil.Process, str] = {}
         self._stopped_s: dict[psutil.Process, float] = {}
         """How long each stopped process has been stopped."""
         self._clock, self._host = ray_timeouts.PollClock(_POLL_S, clock), socket.gethostname()
@@ -142,7 +145,9 @@ class _HangDetector:
 
     def _check_actors(self, elapsed_s: float, messages: list[str]) -> None:
         processes = self._raylet.children(recursive=True)
-        names = {process: self._name(process) for process in processes}
+        # A known name is kept, because a process's environment may become unreadable.
+        names = {process: self._names.get(process) or self._name(process) for process in processes}
+        self._names = names
         own = [process for process, name in names.items() if name and not has_exited(process)]
         actors = dict[str, psutil.Process]()
         for process in own:
@@ -378,25 +383,20 @@ class _ClusterMonitor:
     def __init__(self, hang_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._nodes: dict[str, _Node] = {}
         self._dead: dict[str, str] = {}
+        self._query: Future[Mapping[str, str]] | None = None
         self._since_list_s = 0.0
         self._clock = ray_timeouts.PollClock(_ANSWER_S, clock)
         self._hang_timeout_s = hang_timeout_s
-        self._update_nodes()
+        self._update_nodes(_alive_nodes())
 
     def poll(self) -> _NodeHealth:
         elapsed_s, end = self._clock.elapsed(), time.monotonic() + _ANSWER_S
         for node in self._nodes.values():
             node.request = node.request or node.monitor.poll.remote()
-        messages, failure = list[str](), ""
+        messages = list[str]()
         for node in self._nodes.values():
             messages += node.poll(max(0.1, end - time.monotonic()), elapsed_s)
-        self._since_list_s += elapsed_s
-        if self._since_list_s >= _LIST_NODES_S:
-            self._since_list_s = 0.0
-            try:
-                self._update_nodes()
-            except ray_timeouts.Unanswered as error:
-                failure = str(error)
+        failure = self._poll_gcs(elapsed_s)
         return _NodeHealth(
             actors=[name for node in self._nodes.values() for name in node.last.actors],
             messages=tuple(messages),
@@ -404,8 +404,22 @@ class _ClusterMonitor:
             dead_nodes=dict(self._dead),
         )
 
-    def _update_nodes(self) -> None:
-        alive = _alive_nodes()
+    def _poll_gcs(self, elapsed_s: float) -> str:
+        """Update the list of nodes without waiting for it. Returns why the GCS can't be used, or an
+        empty string."""
+        self._since_list_s += elapsed_s
+        if self._query is None and self._since_list_s >= _LIST_NODES_S:
+            self._since_list_s = 0.0
+            self._query = on_thread(_alive_nodes, "keel-list-nodes")
+        if self._query is not None and self._query.done():
+            query, self._query = self._query, None
+            try:
+                self._update_nodes(query.result())
+            except ray_timeouts.Unanswered as error:
+                return str(error)
+        return ""
+
+    def _update_nodes(self, alive: Mapping[str, str]) -> None:
         for node in self._nodes.keys() - alive.keys():
             self._dead[node] = self._nodes.pop(node).host
         for node in alive.keys() - self._nodes.keys():

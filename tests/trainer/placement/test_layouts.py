@@ -208,6 +208,16 @@ def test_models_and_optimizer_must_fit_the_host() -> None:
         choose(recipe(), KNOBS, facts("8b"), on_host(64.0))
 
 
+@pytest.mark.parametrize(
+    ("values", "gpus"),
+    [({"rollout.tensor_parallel": 2}, 3), ({"trainer.ranks": 4}, 5), ({"rollout.engines": 2}, 3)],
+)
+def test_misfit_names_the_smallest_layout(values: dict[str, Any], gpus: int) -> None:
+    config = with_values(recipe(), values)
+    with pytest.raises(ConfigError, match=f"needs {gpus} GPU.*Lower trainer.ranks, rollout.eng"):
+        choose(config, KNOBS - set(values), facts("0.6b"), machine(1, 79.2))
+
+
 VALUES = {"trainer.micro_batch_tokens": 18_432, "trainer.ranks": 4, "rollout.time_share": False}
 FOUR = Hardware(gpu=True, nodes=tuple(idle_nodes(1, 4)), gpu_gib=139.7).signature
 
@@ -312,6 +322,15 @@ def test_lost_node_halves_ranks_and_engines(halved: Cluster, tmp_path: Path, fir
     events = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
     assert [event["kind"] for event in events] == ["restart", "fewer"]
     assert layouts.lowering.config == config and layouts.lowering.fewer
+
+
+def test_engines_share_gpus_if_that_keeps_enough_ranks(halved: Cluster) -> None:
+    config = elastic(min_ranks=4, elastic_wait_s=0.0)
+    config = replace(config, algorithm=replace(config.algorithm, max_lag=1))
+    layouts = halved.layouts(config, left=KNOBS)
+    assert not halved.begun(layouts).rollout.colocated
+    config = layouts.next()
+    assert (config.trainer.ranks, config.rollout.engines, config.rollout.colocated) == (4, 4, True)
 
 
 def test_engine_is_not_split_over_more_nodes_than_needed(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import psutil
@@ -109,19 +110,21 @@ class Cluster:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.nodes = {name: FakeNode(rank) for rank, name in enumerate("abc")}
         self.alive, self.now = {"a": "host-a", "b": "host-b"}, 0.0
-        self.gcs = True
+        self.gcs, self.queries = True, list[Future[dict[str, str]]]()
 
         def answer(node: FakeNode, *, seconds: float) -> _NodeHealth:
             if node.error:
                 raise node.error
             return node.health
 
-        def alive_nodes(*_: object) -> dict[str, str]:
-            if not self.gcs:
-                raise ray_timeouts.Unanswered("the GCS does not answer")
-            return dict(self.alive)
+        def on_thread(call: Callable[[], dict[str, str]], _: str) -> Future[dict[str, str]]:
+            self.queries.append(Future())
+            if self.gcs:
+                self.queries[-1].set_result(call())
+            return self.queries[-1]
 
-        patch.setattr(watchdog, "_alive_nodes", alive_nodes)
+        patch.setattr(watchdog, "_alive_nodes", lambda: dict(self.alive))
+        patch.setattr(watchdog, "on_thread", on_thread)
         patch.setattr(watchdog, "_create_monitor", lambda node, _: self.nodes[node])
         patch.setattr(ray_timeouts, "get", answer)
         self.monitor = _ClusterMonitor(100.0, lambda: self.now)
@@ -156,9 +159,15 @@ def test_silent_node_is_reported_and_dead_one_replaced(cluster: Cluster, error: 
     assert healths[-1].dead_nodes == {"b": "host-b"}
 
 
-def test_silent_gcs_is_a_failure(cluster: Cluster) -> None:
+def test_silent_gcs_delays_no_poll_until_it_is_a_failure(cluster: Cluster) -> None:
     assert not cluster.poll().ray_failure
     cluster.gcs = False
+    cluster.nodes["a"].health = KILLED
+    for _ in range(POLLS):
+        health = cluster.poll()
+        assert KILLED.messages == health.messages and not health.ray_failure
+    assert len(cluster.queries) == 2
+    cluster.queries[-1].set_exception(ray_timeouts.Unanswered("the GCS does not answer"))
     assert "GCS" in cluster.poll().ray_failure
 
 
@@ -218,6 +227,9 @@ class Machine:
         name, _, fields = path.read_text().partition(") ")
         path.write_text(f"{name}) {state}{fields[1:]}")
 
+    def hide_environment(self, pid: int) -> None:
+        (self._root / f"{pid}/environ").write_text("")
+
     def remove(self, pid: int) -> None:
         shutil.rmtree(self._root / str(pid))
 
@@ -271,6 +283,13 @@ def test_other_runs_are_left_alone(machine: Machine) -> None:
         machine.state(pid, "T")
     detector = machine.detector()
     assert machine.run(detector, 2 * LONG_S) == [] == machine.killed
+    assert machine.poll(detector).actors == ("engine 0",)
+
+
+def test_actor_with_an_unreadable_environment_stays(machine: Machine) -> None:
+    detector = machine.detector()
+    assert machine.poll(detector).actors == ("engine 0",)
+    machine.hide_environment(ENGINE)
     assert machine.poll(detector).actors == ("engine 0",)
 
 
