@@ -386,19 +386,24 @@ def download_on_nodes(path: str, *, nodes: Collection[str] = ()) -> None:
             strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
             options = {"num_cpus": 0, "scheduling_strategy": strategy}
             actors.append(ray_timeouts.create(_Downloader, "download", options))
-        downloads = [ray_timeouts.call(actor.fetch, path) for actor in actors]
+        requests = [ray_timeouts.call(actor.fetch, path) for actor in actors]
+        pending = dict(zip(requests, hosts.values(), strict=True))
+        deadline = ray_timeouts.Deadline(_DOWNLOAD_S)
         with waiting(f"downloading {path} on {len(hosts)} other node(s)"):
-            for host, finished in zip(hosts.values(), downloads, strict=True):
-                try:
-                    ray_timeouts.get(finished, seconds=_DOWNLOAD_S)
-                except (RayError, TimeoutError) as error:
-                    reason = ray_timeouts.cause(error)
-                    kind = ConfigError if isinstance(reason, ConfigError) else RuntimeError
-                    raise kind(
-                        f"node {host} did not finish its download of {path} ({reason}). Check the "
-                        "node, or put the model on shared storage (HF_HOME, or model.path: a "
-                        "folder there)"
-                    ) from error
+            while pending:
+                done, late = ray_timeouts.wait([*pending], seconds=deadline)
+                for request in done or late:
+                    host = pending.pop(request)
+                    try:
+                        ray_timeouts.get(request, seconds=CALL_S)
+                    except (RayError, TimeoutError) as error:
+                        reason = ray_timeouts.cause(error)
+                        kind = ConfigError if isinstance(reason, ConfigError) else RuntimeError
+                        raise kind(
+                            f"node {host} did not finish its download of {path} ({reason}). Check "
+                            "the node, or put the model on shared storage (HF_HOME, or model.path: "
+                            "a folder there)"
+                        ) from error
     finally:
         for actor in actors:
             ray_timeouts.kill(actor)

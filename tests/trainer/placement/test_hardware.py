@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,3 +301,27 @@ def test_resumed_run_keeps_its_dtype(bfloat16: bool, tmp_path: Path, first_dtype
     saved = State(step=2, version=2, config="c")
     checkpoint.save(tmp_path / "run" / "checkpoints", saved, lambda _: {}, keep=9)
     assert with_dtype(config, open_knobs, gpu=False).model.dtype == first_dtype
+
+
+def test_failed_download_is_noticed_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive = [{"NodeID": 56 * n, "NodeManagerHostname": f"host-{n}", "Alive": True} for n in "abc"]
+    killed = list[str]()
+
+    def get(request: str, *, seconds: float) -> None:
+        assert request == "c", "b is still downloading"
+        raise ray_timeouts.Unanswered("no space left")
+
+    monkeypatch.setattr(nodes, "bounded", lambda *_: alive)
+    monkeypatch.setattr(
+        ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: 56 * "a")
+    )
+    requests = iter("bc")
+    actor = SimpleNamespace(fetch="")
+    monkeypatch.setattr(ray_timeouts, "create", lambda *_: actor)
+    monkeypatch.setattr(ray_timeouts, "call", lambda *_: next(requests))
+    monkeypatch.setattr(ray_timeouts, "wait", lambda refs, seconds: (["c"], ["b"]))
+    monkeypatch.setattr(ray_timeouts, "get", get)
+    monkeypatch.setattr(ray_timeouts, "kill", lambda _: killed.append("a"))
+    with pytest.raises(RuntimeError, match=r"host-c did not finish.*no space left"):
+        nodes.download_on_nodes("some/model")
+    assert len(killed) == 2
