@@ -254,6 +254,8 @@ class _TrackerThread:
         self._metrics, self._events = folder / "metrics.jsonl", folder / "events.jsonl"
         self._position = {self._metrics: 0, self._events: 0}
         """How many bytes of each file have been read."""
+        self._old = self._metrics.stat().st_size if self._metrics.exists() else 0
+        """How many bytes of `metrics.jsonl` were written by earlier processes."""
         self._events_read = 0
         self._wake, self.done = threading.Event(), threading.Event()
         self._end: _RunEnd | None = None
@@ -328,9 +330,13 @@ class _TrackerThread:
             self._say(f"{self.name}: {_redact_secrets(location)}")
         for line in self._unread(self._metrics):
             step, at = line.pop("step"), line.pop("time")
-            # An evaluation that was made after a resume is a second line for its step.
-            late = step == self.step and all(name.startswith("eval/") for name in line)
-            if step > self.step or late:
+            # An evaluation that was made after a resume is a second line for its step. Of that
+            # line, only the evaluation is sent: the step has its own costs and alarms.
+            late = step == self.step and self._position[self._metrics] >= self._old
+            if late:
+                trained = any(name.startswith(("time/", "reward/")) for name in line)
+                line = {n: v for n, v in line.items() if n.startswith("eval/") and not trained}
+            if step > self.step or (late and line):
                 # Trackers group metrics by the part before a slash.
                 grouped = {n if "/" in n else f"train/{n}": value for n, value in line.items()}
                 self._tracker.log(step, at, grouped)

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from keel.commands import dispatch as commands
-from keel.trainer.run.journal import note
+from keel.configs.schema import AlarmsConfig
+from keel.rl.metrics import Mean
+from keel.trainer.run.journal import CostRates, Journal, note
 from keel.trainer.run.trackers import (
     _EVENT,
     _close_threads,
@@ -21,6 +23,7 @@ from keel.trainer.run.trackers import (
     _TrackerThread,
     has_abandoned_threads,
 )
+from keel.trainer.run.view import View
 from tests.waiting import PATIENCE_S, wait_for
 
 
@@ -109,6 +112,20 @@ def test_resumed_run_sends_nothing_twice(run: Run) -> None:
     assert run.tracker.ids == ["", "new"]
     assert run.tracker.ends == ["stopped", "finished"]
     assert run.lines == ["fake: https://…@there/run"] * 2
+
+
+def test_evaluation_made_after_a_resume_is_sent_once(run: Run) -> None:
+    run.write(0, 1)
+    run.close(run.start(), "stopped", 1)
+    rates, alarms = CostRates(8, 6e9, 2e9), AlarmsConfig()
+    options: dict[str, Any] = {"trajectories": 0, "costs": rates, "alarms": alarms}
+    journal = Journal(run.folder, View(2), resumed_at=1, **options)
+    thread = run.start()
+    journal.record(1, {"eval/sums/pass@1": Mean(1.0, 2)}, [])
+    journal.close()
+    run.close(thread, "stopped", 1)
+    run.close(run.start(), "finished", 1)
+    assert run.tracker.steps[2:] == [(1, {"eval/sums/pass@1": 0.5})]
 
 
 def test_failure_is_printed_once_and_caught_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
