@@ -55,7 +55,7 @@ from keel.trainer.build_agents import check_chat, check_environments
 from keel.trainer.placement.families import (
     check_engine,
     check_indexer_length,
-    check_residual_dtype,
+    check_model_type,
     stale_mask_warning,
 )
 from keel.trainer.placement.hardware import Hardware
@@ -363,7 +363,7 @@ def plan_model(
 def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelFacts]:
     settings = config.model
     if settings.path == TINY_MODEL:
-        check_residual_dtype(config, settings.tiny.family)
+        check_model_type(config, settings.tiny.family)
         tokenizer = build_tokenizer(settings.tiny.phrases)
         facts = facts_of(model_config(settings.tiny, tokenizer))
         check_adapters(settings.lora, facts)
@@ -373,7 +373,7 @@ def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelF
         tokenizer = load_tokenizer(name, chats=chats, chat_template=settings.chat_template)
         facts = trainable_facts(settings.path, model)
         check_adapters(settings.lora, facts)
-        check_residual_dtype(config, model.model_type)
+        check_model_type(config, model.model_type)
         if settings.batch_invariant:
             check_invariant(model, settings.path, gpu=gpu)
         if name != settings.path:

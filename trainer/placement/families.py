@@ -2,6 +2,7 @@
 it fails."""
 
 from keel.configs.schema import Config, ConfigError, TrainerConfig
+from keel.configs.sections.model import TINY_MODEL
 from keel.model.load import ModelFacts
 from keel.trainer.placement.hardware import GpuSpec
 
@@ -24,11 +25,23 @@ _LINEAR_ATTENTION = (
 """Architectures with linear attention layers, which carry a state from token to token."""
 _SERVED_LATENTS = (512, 576)
 """Widths of latent caches that vLLM's sparse attention kernels support on GPUs."""
+_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes that vLLM's attention kernel supports on CPUs."""
+_NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
+"""Model types that vLLM refuses to run in float16 because their activations overflow."""
 _FLOAT32_RESIDUAL = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types with pre-norm residual layers in both vLLM and transformers."""
 
 
-def check_residual_dtype(config: Config, model_type: str) -> None:
+def check_model_type(config: Config, model_type: str) -> None:
+    """Check that this model type supports the dtypes used for the engine and the residual
+    stream."""
+    if config.engine_dtype == "float16" and model_type in _NOT_IN_FLOAT16:
+        knob = "rollout.dtype" if config.rollout.dtype else "model.dtype"
+        raise ConfigError(
+            f"{knob} = 'float16': vLLM refuses models of type {model_type} in float16, which they "
+            "overflow. Set it to bfloat16"
+        )
     if config.model.residual_dtype == "float32" and model_type not in _FLOAT32_RESIDUAL:
         raise ConfigError(
             f"model.residual_dtype = 'float32': models of type {model_type} are not supported, "
@@ -62,6 +75,12 @@ def check_engine(config: Config, facts: ModelFacts, *, gpu: bool) -> None:
     if not gpu and wide > 1:
         raise ConfigError(
             f"rollout.tensor_parallel = {wide}: on a CPU an engine is one process. Set it to 1"
+        )
+    if not gpu and facts.head_size not in (0, *_CPU_HEADS):  # 0: a latent cache
+        knob = "model.tiny.head_dim" if config.model.path == TINY_MODEL else "model.path"
+        raise ConfigError(
+            f"{knob}: the head size is {facts.head_size} (head_dim), and on a CPU vLLM supports "
+            f"only {', '.join(map(str, _CPU_HEADS))}. Change it, or use a machine with a GPU"
         )
 
 

@@ -1,10 +1,12 @@
 """Supported model families, dtypes and head sizes, and the tables of docs/models.md."""
 
+import ast
 import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from keel.configs.schema import (
     ConfigError,
     DataConfig,
     ModelConfig,
+    RolloutConfig,
     TrainerConfig,
 )
 from keel.model.hub import check_config
@@ -25,10 +28,12 @@ from keel.model.load import ModelFacts, _check_causal, facts_of
 from keel.model.routing import is_moe
 from keel.model.trainable import _check_trainable
 from keel.trainer.placement.families import (
+    _CPU_HEADS,
     _EXPERT_PARALLEL,
+    _NOT_IN_FLOAT16,
     _check_parallel,
     check_engine,
-    check_residual_dtype,
+    check_model_type,
     check_trainer,
     no_sharing_reason,
     stale_mask_warning,
@@ -37,10 +42,36 @@ from keel.trainer.placement.hardware import GpuSpec
 from tests.trainer.placement.shapes import DENSE, SOURCE
 
 
-def with_model(**model: Any) -> Config:
+def vllm_source(*path: str) -> ast.Module:
+    """Parse vLLM's source code, because importing vLLM is slow."""
+    vllm = find_spec("vllm")
+    assert vllm is not None and vllm.origin is not None
+    return ast.parse(Path(vllm.origin).parent.joinpath(*path).read_text())
+
+
+def test_tables_match_vllm() -> None:
+    (table,) = (
+        node.value
+        for node in ast.walk(vllm_source("config", "model.py"))
+        if isinstance(node, ast.Assign)
+        and "_FLOAT16_NOT_SUPPORTED_MODELS" in map(ast.unparse, node.targets)
+    )
+    assert set(ast.literal_eval(table)) == set(_NOT_IN_FLOAT16)
+    (sizes,) = (
+        node.body[-1].value
+        for node in ast.walk(vllm_source("v1", "attention", "backends", "cpu_attn.py"))
+        if isinstance(node, ast.FunctionDef)
+        and node.name == "get_supported_head_sizes"
+        and isinstance(node.body[-1], ast.Return)
+    )
+    assert sizes is not None and tuple(ast.literal_eval(sizes)) == _CPU_HEADS
+
+
+def with_model(dtype: Any = "bfloat16", engine: Any = "", **model: Any) -> Config:
     return Config(
-        model=ModelConfig(path="some/model", **model),
+        model=ModelConfig(path="some/model", dtype=dtype, **model),
         data=DataConfig(sources=(SOURCE,)),
+        rollout=RolloutConfig(dtype=engine),
     )
 
 
@@ -68,6 +99,7 @@ def _in_trainer(config: Config, facts: ModelFacts) -> None:
 
 CASES: list[tuple[Callable[..., None], Config, dict[str, Any], dict[str, Any]]] = [
     (_on_gpu, parallel(tensor_parallel=2), HEADS, {"attention_heads": 27}),
+    (_on_cpu, PLAIN, HEADS, {"head_size": 16}),
     (_on_cpu, PLAIN, HEADS, SPARSE),
     (_on_gpu, PLAIN, SPARSE, {"kv_width": 80}),
     (_in_trainer, parallel(expert_parallel=2), EXPERTS, {"experts": 9}),
@@ -88,11 +120,18 @@ def test_unsuitable_models_are_refused(
         check(config, replace(DENSE, **{**facts, **bad}))
 
 
-def test_wide_residuals_are_refused_for_other_model_types() -> None:
-    config = with_model(residual_dtype="float32")
-    check_residual_dtype(config, "qwen3")
+@pytest.mark.parametrize(
+    ("config", "bad"),
+    [
+        (with_model("float16"), "glm4"),
+        (with_model(engine="float16"), "gemma2"),
+        (with_model(residual_dtype="float32"), "gpt2"),
+    ],
+)
+def test_unsuitable_model_types_are_refused(config: Config, bad: str) -> None:
+    check_model_type(config, "qwen3")
     with pytest.raises(ConfigError):
-        check_residual_dtype(config, "gpt2")
+        check_model_type(config, bad)
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
@@ -124,7 +163,7 @@ def config_of(model_type: str) -> PreTrainedConfig:
 
 @pytest.mark.parametrize("row", rows("Trained"), ids=lambda row: row[1])
 def test_trained_families(row: list[str]) -> None:
-    _, model_type, kind, routing, sequence, expert, _ = row
+    _, model_type, kind, routing, sequence, expert, notes = row
     config = config_of(model_type)
     check_config(model_type, json.loads(json.dumps(config.to_dict(), default=str)))
     _check_causal(config, model_type)
@@ -132,6 +171,7 @@ def test_trained_families(row: list[str]) -> None:
     moe, (architecture,) = is_moe(config), config.architectures or ()
     assert (kind, routing) == (("MoE", "yes") if moe else ("dense", "–"))
     assert expert == ("–" if not moe else "yes" if architecture in _EXPERT_PARALLEL else "no")
+    assert ("engines not in float16" in notes) == (model_type in _NOT_IN_FLOAT16)
     try:
         _check_parallel(SPREAD, replace(DENSE, architecture=architecture, experts=8))
     except ConfigError:
