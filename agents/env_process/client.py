@@ -346,8 +346,12 @@ class ForkServer:
             self.disabled_reason = str(error)
 
     async def _check_isolation(self, process: ChildProcess, sandbox: EnvSandbox) -> None:
-        attempt = await self._fork(process, run=sandbox.probe)
-        ending = await attempt.end(within_s=self._program.deadlines.open_s)
+        try:
+            attempt = await self._fork(process, run=sandbox.probe)
+            ending = await attempt.end(within_s=self._program.deadlines.open_s)
+        except (EnvironmentLost, OSError) as error:
+            reason = f"a sandbox for a forked process does not work here: {error}"
+            raise _CannotFork(reason) from error
         if attempt.output != "isolated":
             reason = attempt.output or ending
             raise _CannotFork(f"a sandbox for a forked process does not work here: {reason}")

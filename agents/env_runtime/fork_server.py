@@ -38,12 +38,7 @@ from contextlib import suppress
 from typing import Any, Optional, cast
 
 from keel.agents.env_runtime.episode import failure_of, preload, redirect_prints, serve
-from keel.agents.env_runtime.processes import (
-    adopt_orphans,
-    in_sandbox,
-    limit_memory,
-    protect_process,
-)
+from keel.agents.env_runtime.processes import adopt_orphans, limit_memory, protect_process
 from keel.agents.env_runtime.tool_objects import error_text
 
 _MAX_BYTES = 1 << 16
@@ -56,8 +51,6 @@ class _ForkServer:
         self._files = _open_files()
 
     def load(self, request: _Data) -> _Data:
-        if in_sandbox() and _mounts_in_tmp():
-            return {"cannot": "the environment has folders in /tmp"}
         limit_memory(request["memory_mib"])
         sys.path[:0] = request["paths"]
         random.seed(0)
@@ -88,6 +81,9 @@ class _ForkServer:
 
     def fork(self, request: _Data, channel: int, stderr: int) -> Optional[int]:  # noqa: UP045
         inner = request["inner"]
+        if inner is not None and _mounts_in_tmp():  # a private /tmp would hold a copy of them
+            self._send({"cannot": "the environment has folders in /tmp"})
+            return None
         sys.stdout.flush()
         sys.stderr.flush()
         if inner is None:

@@ -4,10 +4,13 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -266,6 +269,40 @@ async def test_shared_state_disables_forking() -> None:
         async with forking(spec) as server, opened(spec, server) as environment:
             assert not (await look(environment))["forked"], how
             assert server.disabled_reason and server._process is None
+
+
+class RefusesForks:
+    """A sandbox that starts processes, but whose fork server dies at once."""
+
+    inner, probe = dict[str, Any](), ""
+
+    @contextmanager
+    def __call__(self, command: Any, *, readable: Any, forks: bool = False) -> Iterator[Any]:
+        outer = ["false"] if forks else ["sh", "-c", '"$@"; exit $?', "sh"]  # ends with its child
+        yield SimpleNamespace(command=[*outer, *command], pass_fds=(), env={})
+
+    def hold(self, pid: int, *, inside: bool) -> Any:
+        return lambda: ""
+
+
+@asynchronous
+async def test_sandbox_that_refuses_forks_starts_each_episode() -> None:
+    spec = replace(counter(), wrap=RefusesForks())
+    async with forking(spec) as server, opened(spec, server) as environment:
+        assert not (await look(environment))["forked"]
+        assert "does not work here" in server.disabled_reason
+
+
+def test_abandoned_process_ends_with_the_interpreter() -> None:
+    code = (
+        "import asyncio\n"
+        "from keel.agents.env_process.process import ProcessSettings, launch\n"
+        "async def start():\n"
+        "    return launch(['sleep', '1000'], ProcessSettings(), env={})\n"
+        "print((process := asyncio.run(start())).pid)"
+    )
+    pid = int(subprocess.check_output([sys.executable, "-c", code], timeout=PATIENCE_S))
+    wait_for(lambda: not alive(pid))
 
 
 @asynchronous

@@ -177,14 +177,15 @@ async def test_folder_permissions(tmp_path: Path) -> None:
     (folders["env"] / "solved").mkdir()
     (folders["env"] / "solved" / "file").write_text("the answers")
     hidden = (folders["env/run"], folders["env"] / "solved" / "file")
-    wrap = wrap_of(writable=(folders["out"],), hidden=hidden)
+    (folders["data"] / "large").write_bytes(bytes(2 * FILES_MIB << 20))  # would not fit in a copy
+    wrap = wrap_of(writable=(folders["out"],), hidden=hidden, files_mib=FILES_MIB)
     options = {"kind": "functions", "folder": folders["env"], "readable": (folders["data"],)}
 
     spec = program(str(tmp_path / "alone.py"), wrap=wrap, **options)
     parent = ForkServer(spec)
     environment = Hosted(spec, fork_server=parent)
     await environment.open(TASK, seed=3)
-    assert "/tmp" in parent.disabled_reason
+    assert parent.disabled_reason == "the environment has folders in /tmp"
 
     async def answer(tool: str, path: Path | str) -> str:
         return (await use(environment, tool, path=str(path))).text
