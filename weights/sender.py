@@ -11,6 +11,7 @@ engine's actor runs for the whole update, and reports an error if the engine fai
 the other engines continue.
 """
 
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -173,11 +174,14 @@ def _append_run(runs: list[_ContiguousRun], run: _ContiguousRun) -> None:
 class _Link:
     """The connection from a rank to one engine."""
 
+    index: int
     actor_hash: int
     """Hash of the actor handle, to detect a replaced engine. Storing the handle would keep the
     actor alive."""
     mailbox: Mailbox
     channel: Channel | None  # None if the engine and the rank share a GPU
+    untested: bool
+    """True until a bucket has reached this engine, if none had reached any engine before."""
     memory: SharedMemory = field(default_factory=SharedMemory)
     receiving: Any = None  # the engine's `receive` call of this update
 
@@ -194,6 +198,15 @@ class _Link:
             except ConnectionError:
                 _raise_failure(self.receiving)
                 raise
+            except TimeoutError as error:
+                if not self.untested:
+                    raise
+                raise RuntimeError(  # ends the run, as a restarted engine would not help
+                    f"engine {self.index} cannot be reached from {socket.gethostname()}: "
+                    f"{ray_timeouts.cause(error)}; NCCL_SOCKET_IFNAME names the network interface "
+                    "to use"
+                ) from error
+            self.untested = False
 
     def finish(self, version: int, checksum: int) -> None:
         self.mailbox.wait(self._check)
@@ -216,6 +229,7 @@ class Sender:
     def __init__(self, rendezvous: Rendezvous, device: torch.device, *, timeout_s: float) -> None:
         self._rendezvous, self._device, self._timeout_s = rendezvous, device, timeout_s
         self._links: dict[int, _Link] = {}
+        self._reached = False  # True once a bucket has reached an engine
 
     def send(
         self, buckets: Iterator[FlatBucket], receivers: Sequence[Receiver], version: int
@@ -250,13 +264,14 @@ class Sender:
 
     def _send_bucket(self, bucket: FlatBucket, receiver: Receiver) -> None:
         self._links[receiver.index].send(bucket)
+        self._reached = True
 
     def _begin(self, receiver: Receiver) -> None:
         index, actor = receiver.index, receiver.actor
         if index in self._links and self._links[index].actor_hash != hash(actor):
             self._unlink(index)
         if index not in self._links:
-            self._links[index] = self._open(actor)
+            self._links[index] = self._open(index, actor)
         link = self._links[index]
         link.receiving = ray_timeouts.call(actor.receive)
         link.mailbox.put("begin_update")
@@ -265,7 +280,7 @@ class Sender:
         if (link := self._links.pop(index, None)) is not None:
             link.close()
 
-    def _open(self, actor: Any) -> _Link:
+    def _open(self, index: int, actor: Any) -> _Link:
         gpus: list[str] = self._get(ray_timeouts.call(actor.gpus), "an engine to report its GPUs")
         shared = gpus == [gpu_id(self._device)] != [""]
         name = uuid4().hex  # the store keeps the addresses of earlier links under their names
@@ -286,7 +301,8 @@ class Sender:
             if channel is not None:
                 channel.close()
             raise
-        return _Link(hash(actor), Mailbox(self._rendezvous, name, timeout_s=timeout_s), channel)
+        mailbox = Mailbox(self._rendezvous, name, timeout_s=timeout_s)
+        return _Link(index, hash(actor), mailbox, channel, untested=not self._reached)
 
     def _get(self, answer: Any, what: str) -> Any:
         try:

@@ -198,3 +198,20 @@ def test_one_failing_engine_does_not_stop_others(
             kept.channel.send(torch.zeros(8, dtype=torch.uint8))
 
     within_some(troubled, (6.0, 30.0, 60.0))
+
+
+def test_engine_never_reached_is_no_timeout(sender: Callable[[float], Sender]) -> None:
+    large = {"w": torch.zeros(8 << 20)}  # gloo would send small ones without a receiver
+
+    def troubled(limit_s: float) -> None:
+        end = sender(limit_s)
+        (deaf,) = engines("deaf")
+        outcome = end.send(pack_flat(large.items(), BUCKET_BYTES), [deaf], 1)[0]
+        assert isinstance(outcome, RuntimeError) and "engine 0 cannot be reached" in str(outcome)
+        assert "rollout.weight_transfer" in str(outcome) and "NCCL_SOCKET_IFNAME" in str(outcome)
+        both = engines("", "deaf")
+        assert end.send(pack_flat(large.items(), BUCKET_BYTES), both[:1], 2) == {0: 2}
+        outcomes = end.send(pack_flat(large.items(), BUCKET_BYTES), both, 3)
+        assert outcomes[0] == 3 and isinstance(outcomes[1], TimeoutError)
+
+    within_some(troubled, (3.0, 30.0))
