@@ -141,7 +141,10 @@ class VllmServer:
             return False
 
     def _log_excerpt(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()
+        try:
+            lines = self._log.read_text(errors="replace").splitlines()
+        except FileNotFoundError:  # removed by a clean-up of temporary files
+            return ""
         return "\n".join([f"last lines of its log ({self._log}):", *lines[-_LOG_LINES:]])
 
 

@@ -3,6 +3,7 @@
 
 import contextlib
 import logging
+import os
 import secrets
 import tempfile
 import threading
@@ -49,6 +50,8 @@ class _JudgeActor(VllmServer):
         if gpu:
             options["gpu_memory_utilization"] = server.gpu_memory_utilization
             options["tensor_parallel_size"] = server.tensor_parallel
+        handle, name = tempfile.mkstemp(prefix="keel-judge-", suffix=".log")
+        os.close(handle)
         super().__init__(
             {**options, **server.options},
             gpu=gpu,
@@ -56,13 +59,19 @@ class _JudgeActor(VllmServer):
             kv_cache_gib=server.kv_cache_gib,
             host=get_node_ip_address(),
             key=key,
-            log=Path(tempfile.mkstemp(prefix="keel-judge-", suffix=".log")[1]),
+            log=Path(name),
         )
 
     def start(self) -> str:
         """Wait until the server responds to requests, and return its URL."""
         self.wait(self._timeout_s)
         return self.url
+
+    def end(self) -> None:
+        """Stop the server, and remove its log unless the server has failed."""
+        if not self.ended():
+            self._log.unlink(missing_ok=True)
+        self.stop()
 
 
 class JudgeServer:
@@ -119,7 +128,7 @@ class JudgeServer:
         with contextlib.suppress(RayError, TimeoutError, ray_timeouts.RayLost):
             ready = ray_timeouts.call(self._actor.__ray_ready__)
             if ray_timeouts.wait([ready], seconds=_PLACED_S)[0]:
-                ray_timeouts.get(ray_timeouts.call(self._actor.stop), seconds=STOP_TIMEOUT_S)
+                ray_timeouts.get(ray_timeouts.call(self._actor.end), seconds=STOP_TIMEOUT_S)
         ray_timeouts.kill(self._actor)
 
     def _launch(self) -> None:

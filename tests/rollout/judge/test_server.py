@@ -18,7 +18,7 @@ from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.scorer import Scorer
 from keel.rl.types import Prompt
-from keel.rollout.judge import reaper
+from keel.rollout.judge import process, reaper
 from keel.rollout.judge.server import JudgeServer
 from tests.agents.episodes import alive
 from tests.rewards.groups import group, score
@@ -115,6 +115,17 @@ def test_server_judges_and_restarts(tmp_path: Path) -> None:
 
 
 pytestmark = pytest.mark.e2e
+
+
+def test_end_is_reported_without_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_MODULE", "this")
+    server = process.VllmServer(
+        {"model": "m"}, gpu=True, threads=1, kv_cache_gib=1, host="127.0.0.1", log=tmp_path / "log"
+    )
+    (tmp_path / "log").unlink()
+    with pytest.raises(RuntimeError, match=r"it ended \(exit status 0\)"):
+        server.wait(PATIENCE_S)
+
 
 STARTS_THREE = """
 import os, subprocess, sys, time
