@@ -43,6 +43,10 @@ _REASON = re.compile(r"\b(?:because|since|whereas|while)\b.*", re.IGNORECASE | r
 _LONE = re.compile(r"\W*(?:(?:option|choice)\W+)?([a-z])\W*", re.IGNORECASE)
 # A capital that is not part of a word or of "I'm", nor the first word of "A dog" or "I think".
 _LETTER = re.compile(r"(?<![\w'’])([A-Z])(?![\w'’])(?!(?<=[AI])\s+(?!or\b|and\b|is\b)[a-z])")
+# "B: False", where the texts of the choices are unknown
+_LETTER_OF_FALSE = re.compile(
+    r"\W{0,9}(?:(?:option|choice)\W{1,9})?([a-z])\W{0,9}[.:)]\W{0,9}false\W{0,9}", re.IGNORECASE
+)
 _BRACED = re.compile(r"\{?([^{}]*)\}")
 _NOT = re.compile(
     r"\b(?:not|never|neither|nor|cannot|except|wrong|incorrect|false|impossible|(?:rul(?:e|es|ed|ing)"
@@ -88,7 +92,8 @@ def _choice_verifier(spec: Mapping[str, Any]) -> Callable[[str], bool]:
         letter = by_text.get(_normalize_choice(fragment))
         if letter and not fragment.rstrip().endswith("!"):
             return {letter}
-        if lone := _LONE.fullmatch(fragment):
+        lone = _LONE.fullmatch(fragment)
+        if lone := lone or (None if texts else _LETTER_OF_FALSE.fullmatch(fragment)):
             return {lone[1].upper()} & letters
         rest = any_text.sub("…", fragment)
         if _NOT.search(rest):
@@ -320,10 +325,18 @@ def _schema_verifier(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 
 def _json_candidates(text: str) -> Iterator[str]:
     yield text
-    marked = marked_answer(text)
-    if marked is not None:
-        yield marked
-    yield from reversed(code_blocks(text if marked is None else marked))
+    blocks = code_blocks(text)
+    outside = text
+    for block in blocks:
+        outside = outside.replace(block.strip(), "")
+    if marked_answer(outside) is None:  # a mark inside a block's strings does not count
+        yield from reversed(blocks)
+        return
+    if text.startswith("<answer>") and text.endswith("</answer>"):
+        yield text.removeprefix("<answer>").removesuffix("</answer>")
+    marked = marked_answer(text) or ""
+    yield marked
+    yield from reversed(code_blocks(marked))
 
 
 def _find_references(value: Any) -> Iterator[str]:
