@@ -1,6 +1,7 @@
 """Measures what fraction of a completion is in the language of the prompt.
 
-Code, formulas, links, tags, identifiers and single Latin letters are ignored. The remaining text is
+Code, formulas, links, tags, identifiers and single Latin letters are ignored, except for words in
+code and formulas that are in a script other than Latin. The remaining text is
 split into sentences. Each sentence contributes its letters in the prompt's script, or none if a
 language detector (py3langid) is sure that it is in another language. Short sentences are judged by
 their script only. If the prompt or the completion has too few words, the result is 1.
@@ -143,10 +144,11 @@ def _detector() -> Callable[[str], list[tuple[str, float]]]:
 
 _PARAGRAPH = r"(?:[^{0}\n]|\n(?![ \t]*\n))"  # up to the end of a paragraph, without character {0}
 _NOT_PROSE = re.compile(
-    # Code blocks, which may stay open, code spans and formulas
-    r"```.*?(?:```|\Z)|~~~.*?(?:~~~|\Z)|`" + _PARAGRAPH.format("`") + "*`"
-    r"|\$\$" + _PARAGRAPH.format("$") + r"*\$\$|\$" + _PARAGRAPH.format("$") + r"*\$"
-    r"|\\\[(?:(?!\\\[|\n[ \t]*\n).)*?\\\]|\\\((?:(?!\\\(|\n[ \t]*\n).)*?\\\)"
+    # Code blocks, code spans and formulas, but not what lies between $5 and $6
+    r"(?P<span>```.*?```|~~~.*?~~~|`" + _PARAGRAPH.format("`") + "*`"
+    r"|\$\$" + _PARAGRAPH.format("$") + r"*\$\$"
+    r"|\$(?!\s)" + _PARAGRAPH.format("$") + r"*(?<!\s)\$(?!\d)"
+    r"|\\\[(?:(?!\\\[|\n[ \t]*\n).)*?\\\]|\\\((?:(?!\\\(|\n[ \t]*\n).)*?\\\))"
     # Links, commands, tags, single letters, abbreviations and identifiers
     r"|https?://\S{1,300}|\\(?:begin|end)\{[A-Za-z]{1,20}\*?\}|\\[A-Za-z]+|</?[A-Za-z_]{1,20}>"
     r"|(?<![^\W\d_])[A-Za-z](?![^\W\d_])|\b[A-Z]{2,20}\b|\b\w{0,40}[\d_]\w{0,40}\b",
@@ -154,6 +156,18 @@ _NOT_PROSE = re.compile(
 )
 
 
+# Keywords and variables aren't written in these letters. Greek ones are, if there are few.
+_OTHER_SCRIPTS = regex.compile(
+    r"(?:(?=\p{L})[^\p{Script=Latin}\p{Script=Greek}]\p{M}*)+|\p{Script=Greek}{3,}"
+)
+
+
 def _prose(text: str) -> str:
-    """Remove code, formulas, links, tags and identifiers from a text."""
-    return _NOT_PROSE.sub(" ", text)
+    """Remove code, formulas, links, tags and identifiers from a text. Words in code and formulas
+    are kept if they are in a script other than Latin."""
+
+    def replacement(match: re.Match[str]) -> str:
+        words = _OTHER_SCRIPTS.findall(match["span"] or "")
+        return f". {' '.join(words)}. " if words else " "
+
+    return _NOT_PROSE.sub(replacement, text)

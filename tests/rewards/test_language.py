@@ -62,10 +62,21 @@ def test_too_little_text_costs_nothing() -> None:
 
 def test_code_and_formulas_are_set_aside() -> None:
     assert _prose("a `code` b $x+y$ word").split() == ["word"]
-    assert _prose("one ~~~\nall of\n\nthis").split() == ["one"]
+    assert _prose("one ~~~\nall of\n\nthis\n~~~ two").split() == ["one", "two"]
     assert _prose("cost $5, and\n\nanother $").split() == ["cost", "$", ",", "and", "another", "$"]
     assert _prose("\\[ a + b \\] then \\boxed{seven}").split() == ["then", "{seven}"]
     assert _prose("`open and\n\nclosed`").split() == ["`open", "and", "closed`"]
+
+
+def test_running_text_is_not_set_aside() -> None:
+    assert _prose("he paid $5 for one, $6 for two").split()[-3:] == ["$", "for", "two"]
+    assert _prose("$苹果的数量是七$ and $\\alpha + Δx$").split() == [".", "苹果的数量是七.", "and"]
+    german, chinese = (" ".join(SAMPLES[name][:-1]) for name in ("German", "Chinese"))
+    texts = (f"$\\text{{{chinese}}}$", f"```python\nx = 1  # {chinese}\n```", f"```\n{german}")
+    for text in texts:
+        assert _language_share(PROMPT, text) < 0.1
+    prices = "It was $5 for the first of them, because he paid too late, and $6 for the second."
+    assert _language_share(SAMPLES["German"][-1], prices) < 0.1
 
 
 def test_a_foreign_word_costs_its_share() -> None:
@@ -86,7 +97,14 @@ def test_answer_and_thinking_apart() -> None:
 
 
 def test_hostile_texts_take_linear_time() -> None:
-    texts = ["\\[" * 12_500, "`$" * 12_500, "a" * 25_000, "<" * 25_000, "_a" * 12_500]
+    texts = [
+        "\\[" * 12_500,
+        "`$" * 12_500,
+        "a" * 25_000,
+        "<" * 25_000,
+        "_a" * 12_500,
+        "$5 " * 8_000,
+    ]
     inside = ["a ", "a", " ", "a_", "the ", "GPU ", "\\x ", "'a", ", "]
     texts += [f"```{text * (25_000 // len(text))}```" for text in inside]
     texts += [text * (25_000 // len(text)) for text in inside]
