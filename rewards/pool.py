@@ -135,6 +135,10 @@ class _Worker:
         """The file for the stack trace of a process that crashes or exceeds its deadline."""
         self._timeout_s = 0.0
         self._called: set[str] = set()  # the functions that the current process has already called
+        self._returned: set[str] = set()  # the functions that have returned in any process
+        self._slow: set[str] = set()
+        """The functions that timed out before they ever returned. They do not get `_FIRST_CALL_S`
+        again."""
         self._process: subprocess.Popen[bytes] | None = None
         self._socket = socket.socket()
         self._buffer = b""
@@ -177,7 +181,7 @@ class _Worker:
     ) -> list[VerifierScore]:
         """Verify completions one after the other. A completion that ends the process scores 0, and
         a new process continues with the next one."""
-        scores: list[VerifierScore] = []
+        name, scores = str(spec.get("name")), list[VerifierScore]()
         attempts = 0
         while len(scores) < len(completions):
             ready = False
@@ -186,10 +190,13 @@ class _Worker:
                 ready = True
                 while len(scores) < len(completions):
                     scores.append(_score(self._receive(self._timeout_s + GRACE_S)))
-                    self._called.add(str(spec.get("name")))
+                    self._called.add(name)
+                    self._returned.add(name)
                     self._timeout_s = timeout_s
             except _WorkerLost as lost:
                 where = self._stop()
+                if ready and name not in self._returned and "deadline" in str(lost):
+                    self._slow.add(name)
                 attempts += lost.blameless
                 if lost.blameless and attempts <= _MAX_REASSIGNMENTS:
                     continue
@@ -208,7 +215,7 @@ class _Worker:
             self._stop()
             self.start()
         self._timeout_s = timeout_s
-        if spec.get("kind") == "function" and spec["name"] not in self._called:
+        if spec.get("kind") == "function" and spec["name"] not in self._called | self._slow:
             self._timeout_s = max(timeout_s, _FIRST_CALL_S)
         request = {"spec": dict(spec), "completions": list(completions), "code": self._code}
         limits = {"first_s": self._timeout_s, "timeout_s": timeout_s}

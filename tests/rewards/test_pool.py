@@ -104,6 +104,16 @@ def test_a_hanging_verifier_costs_its_own_answer(monkeypatch: pytest.MonkeyPatch
     within_some(check, (1.0, 10.0, 60.0))
 
 
+def test_a_first_call_gets_more_time_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_FIRST_CALL_S", 0.5)
+    pool = WorkerPool(1, timeout_s=0.25)
+    try:
+        hung = verify(pool, function("deaf"), *map(tokens, (9, 10, 11)))
+        assert [score.error.split()[-2] for score in hung] == ["0.5", "0.25", "0.25"]
+    finally:
+        pool.close()
+
+
 def test_a_killed_worker_is_replaced() -> None:
     pool = WorkerPool(1, timeout_s=PATIENCE_S)
     try:
