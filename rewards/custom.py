@@ -32,7 +32,7 @@ import sysconfig
 import threading
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,6 +172,11 @@ def _load_pickled(name: str) -> Any:
 
 # --- Loading ---
 
+_FOREIGN = frozenset(
+    "prompts completions queries responses solution_str data_source ground_truth".split()  # noqa: SIM905
+)
+"""Parameter names that reward functions have in TRL, verl or OpenRLHF."""
+
 
 def is_function(part: str) -> bool:
     """Return whether a reward component is a user-defined function. Only user-defined functions
@@ -186,9 +191,10 @@ def load_function(name: str) -> Callable[[Any, Any], Any]:
     """
     function = _load_pickled(name) if name.startswith(PREFIX) else _import_function(name)
     try:
+        names = _parameters(function)
         inspect.signature(function, follow_wrapped=False).bind("prompt", "trajectory")
-        if "prompt" in _parameters(function)[1:]:
-            raise TypeError("`prompt` must be the first parameter")
+        if names[:1] != ["prompt"] and not {"prompt", *_FOREIGN}.isdisjoint(names[:2]):
+            raise TypeError(f"the parameters are {', '.join(names)}")
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"reward {name!r} must take (prompt, trajectory), or (prompt, trajectories) for a "
@@ -268,10 +274,10 @@ def function_verifier(spec: Mapping[str, Any]) -> Callable[[str], float | dict[s
     def call(argument: Any) -> Any:
         try:
             value = reward(prompt, argument)
-            if not inspect.isawaitable(value):
-                return value
-            with _LOOP_LOCK:
-                return _event_loop().run(_await_value(value))
+            if inspect.isawaitable(value):
+                with _LOOP_LOCK:
+                    value = _event_loop().run(_await_value(value))
+            return list(value) if issubclass(type(value), Iterator) else value
         except SystemExit as error:  # would end the worker, or the run
             exited = RuntimeError(f"called exit({error.code})")
             raise exited.with_traceback(error.__traceback__) from error

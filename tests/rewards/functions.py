@@ -31,6 +31,10 @@ def trl(completions: Any, **kwargs: Any) -> list[float]:
     return [1.0 for _ in completions]
 
 
+def verl(completions: Any, ground_truth: Any) -> float:
+    return 1.0
+
+
 def swapped(trajectory: Any, prompt: Any) -> float:
     return 1.0
 

@@ -99,7 +99,7 @@ def test_a_group_function_must_return_a_list(values: Any) -> None:
         (f"{MINE}.functools", ""),
         *((".polite", ""), ("..", ""), ("../../etc/passwd.x", ""), ("exiting_rewards.x", "")),
         ("broken_rewards.x", "nothing_of_this_name"),
-        *((f"{MINE}.{name}", "prompt, trajectory") for name in ("alone", "trl")),
+        *((f"{MINE}.{name}", "prompt, trajectory") for name in ("alone", "trl", "verl")),
         (f"{MINE}.swapped", "prompt, trajectory"),
     ],
 )
@@ -157,6 +157,15 @@ def test_passed_function_keeps_its_globals() -> None:
         again = load_function("python.loaded")
         assert again is load_function("python.loaded") is not loaded
         assert again(None, None) == 0.0, "another run"
+
+
+def test_a_group_function_may_return_an_iterator() -> None:
+    def lazy(prompt: Any, trajectories: Any) -> Any:
+        return (float(one.answer) for one in trajectories)
+
+    with pickle_functions([lazy]):
+        verify = function_verifier({"name": "python.lazy", "prompt": FIELDS, "group": True})
+        assert verify(json.dumps([text("1"), text("0")])) == {"correct": 0.5, "0": 1.0, "1": 0.0}
 
 
 def test_a_group_function_sees_whole_groups() -> None:
