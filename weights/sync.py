@@ -5,7 +5,7 @@ An update makes these calls:
     WeightSync.push                   once per weight update of the loop
       Learner.put_engines_to_sleep    waits until the weights fit on the GPUs
       Learner.put_weights             waits until all buckets are in the object store; not if direct
-      EpisodeRunner.updating          the `before` call; seeds of later episodes
+      EpisodeRunner.set_version       the `before` call; seeds of later episodes
       RolloutPool.update              on the pool's thread
         RolloutPool._load             calls the `Transfer`, again for engines that restart
           Learner.send                TrainerWorker.send on every rank
