@@ -331,15 +331,17 @@ def _check_recipe(arguments: argparse.Namespace) -> int:
     if getattr(arguments, "recipe", None) is None:  # `keel judge` and `compare` need no recipe
         return 0
     # OmegaConf: a tenth of a second
-    from keel.configs.load import load_distillation, load_recipe, load_synthesis  # noqa: PLC0415
+    from keel.configs.distillation import DistillConfig  # noqa: PLC0415
+    from keel.configs.load import load_as, load_recipe  # noqa: PLC0415
     from keel.configs.schema import ConfigError  # noqa: PLC0415
+    from keel.configs.synthesis import SynthesisConfig  # noqa: PLC0415
 
     command, overrides = arguments.command, getattr(arguments, "override", ())
     try:
         if command == "distill":
-            arguments.config = load_distillation(arguments.recipe, overrides)
+            arguments.config = load_as(DistillConfig, arguments.recipe, overrides)
         elif command == "synthesize":
-            arguments.config = load_synthesis(arguments.recipe, overrides)
+            arguments.config = load_as(SynthesisConfig, arguments.recipe, overrides)
         else:
             config, auto = load_recipe(arguments.recipe, overrides)
             if command != "judge":

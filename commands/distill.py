@@ -19,13 +19,18 @@ from types import FrameType
 from typing import Any, Self
 
 from keel.commands.preflight import check_quickly
-from keel.configs.auto import KNOBS
 from keel.configs.distillation import DistillConfig, SelectConfig, SpecialistConfig
 from keel.configs.dump import as_override, dump_config
 from keel.configs.load import load_config, load_recipe
 from keel.configs.paths import write_whole
-from keel.configs.schema import Config, ConfigError, ConversationsConfig, LengthConfig
-from keel.configs.sections.model import TINY_MODEL
+from keel.configs.schema import (
+    LAYOUT_KNOBS,
+    TINY_MODEL,
+    Config,
+    ConfigError,
+    ConversationsConfig,
+    LengthConfig,
+)
 from keel.configs.work_folder import WorkFolder
 from keel.data.eval_store import read_evaluation, to_trajectory_record
 from keel.data.results import align_columns
@@ -199,8 +204,8 @@ def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
     )
     context = max(sft.sft.max_context_tokens, recipe.max_context, *contexts)
     # The layout of the supervised recipe, including its engines.
-    names = [name for section, _, name in (k.partition(".") for k in KNOBS) if section == "rollout"]
-    engines = {name: getattr(sft.rollout, name) for name in names}
+    knobs = [knob.removeprefix("rollout.") for knob in LAYOUT_KNOBS if knob.startswith("rollout.")]
+    engines = {name: getattr(sft.rollout, name) for name in knobs}
     lessons = replace(
         recipe,
         run=replace(sft.run, dir=str(root / "distilled"), seed=recipe.run.seed),

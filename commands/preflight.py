@@ -6,12 +6,10 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from keel.configs.auto import DTYPE
 from keel.configs.diff import check_resumable
 from keel.configs.load import load_config
 from keel.configs.paths import data_path, unwritable
-from keel.configs.schema import Config, ConfigError, SourceConfig
-from keel.configs.sections.model import TINY_MODEL
+from keel.configs.schema import DTYPE, TINY_MODEL, Config, ConfigError, SourceConfig
 from keel.data.conversations.load import read_conversations
 from keel.data.jsonl import load_jsonl
 from keel.model.hub import check_path, is_hub_name

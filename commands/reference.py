@@ -17,11 +17,10 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
-from keel.configs.auto import AUTO, AUTO_KNOBS
 from keel.configs.convert import knob_types, section_type, suggest
 from keel.configs.diff import is_resumable
 from keel.configs.distillation import DistillConfig
-from keel.configs.schema import Config
+from keel.configs.schema import AUTO, AUTO_KNOBS, Config
 from keel.configs.sections.base import ConfigError, bounds_of
 from keel.configs.synthesis import SynthesisConfig, affects_tasks
 

@@ -12,40 +12,39 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from keel.configs.auto import AUTO, AUTO_KNOBS
-from keel.configs.schema import Config, ConfigError, EvalConfig, RolloutConfig, SamplingConfig
+from keel.configs.schema import (
+    AUTO,
+    AUTO_KNOBS,
+    Config,
+    ConfigError,
+    EvalConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
 
 T = TypeVar("T")
 
 _RENAMED = {
-    "agents.max_open": "max_concurrent_episodes",
-    "author.deadline_s": "timeout_s",
-    "data.sources[].length.right": "correct_threshold",
-    "endpoint.deadline_s": "timeout_s",
-    "model.embedded": "tiny",
-    "model.tiny.cold_start.batch": "batch_size",
-    "model.tiny.cold_start.worked": "worked_fraction",
-    "rewards.code.answer_s": "completion_s",
-    "rewards.deadline_s": "timeout_s",
-    "rewards.failure_share": "max_failure_fraction",
-    "rewards.judge.deadline_s": "timeout_s",
-    "rewards.judge.failure_share": "max_failure_fraction",
-    "rewards.judge.server.gpu_memory": "gpu_memory_utilization",
-    "rewards.judge.server.startup_deadline_s": "startup_timeout_s",
-    "rollout.deadline_s": "timeout_s",
-    "rollout.gpu_memory": "gpu_memory_utilization",
-    "rollout.max_batched_tokens": "max_num_batched_tokens",
-    "rollout.max_concurrent": "max_num_seqs",
-    "rollout.prefix_caching": "enable_prefix_caching",
-    "rollout.sleep": "time_share",
-    "rollout.update_deadline_s": "update_timeout_s",
-    "run.fewer_after_s": "elastic_wait_s",
-    "run.frozen_after_s": "hang_timeout_s",
-    "run.startup_deadline_s": "startup_timeout_s",
-    "trainer.deadline_s": "timeout_s",
-    "trainer.park": "offload_while_sampling",
+    "answer_s": "completion_s",
+    "batch": "batch_size",
+    "deadline_s": "timeout_s",
+    "embedded": "tiny",
+    "failure_share": "max_failure_fraction",
+    "fewer_after_s": "elastic_wait_s",
+    "frozen_after_s": "hang_timeout_s",
+    "gpu_memory": "gpu_memory_utilization",
+    "max_batched_tokens": "max_num_batched_tokens",
+    "max_concurrent": "max_num_seqs",
+    "max_open": "max_concurrent_episodes",
+    "park": "offload_while_sampling",
+    "prefix_caching": "enable_prefix_caching",
+    "right": "correct_threshold",
+    "sleep": "time_share",
+    "startup_deadline_s": "startup_timeout_s",
+    "update_deadline_s": "update_timeout_s",
+    "worked": "worked_fraction",
 }
-"""Maps the old path of a knob or section to its current name in the same section."""
+"""Maps the old name of a knob or section to its current name in the same section."""
 _KEPT = "`keel filter` writes the selected prompts to kept/<source>.jsonl (source: jsonl)"
 _REMOVED: Mapping[str, tuple[str | float, str]] = {
     "data.sources[].least_pass_rate": (0.0, _KEPT),
@@ -124,12 +123,12 @@ def suggest(path: str, root: type) -> str:
     """
     section, _, key = path.rpartition(".")
     plain = _INDEX.sub("[]", path)
-    if plain in _RENAMED:
-        return f"renamed to {section}.{_RENAMED[plain]}"
     if plain in _REMOVED:
         return _REMOVED[plain][1]
     knobs = sorted(_knob_paths(root), key=lambda knob: knob.count("."))
     names = [*knobs, *dict.fromkeys(knob.rpartition(".")[0] for knob in knobs)]
+    if key in _RENAMED and plain.removesuffix(key) + _RENAMED[key] in names:
+        return f"renamed to {section}.{_RENAMED[key]}"
     matches = [name for name in names if f".{name}".endswith(f".{key}")]
     if matches := matches or difflib.get_close_matches(plain, names, n=1, cutoff=0.75):
         return f"did you mean {' or '.join(matches)}?"
@@ -286,8 +285,7 @@ class _Builder:
 
 
 def _as_float(value: Any) -> float | None:
-    """Convert a value to a float. YAML reads numbers such as `1e-6` as text, because they have no
-    dot."""
+    """Convert a number, or text such as "1e-6", to a float."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

@@ -61,6 +61,8 @@ class DistillConfig(Section):
     them into one model, runs mixed RL, and evaluates each model by domain (DeepSeek-V3.2, section
     3)."""
 
+    RECIPES = "distill/"
+
     dir: str
     """Output folder, with a subfolder for each stage. Run the command again to resume."""
     recipe: str

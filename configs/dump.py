@@ -7,13 +7,12 @@ from typing import Any, cast
 
 import yaml
 
-from keel.configs.auto import AUTO
-from keel.configs.schema import Config
+from keel.configs.schema import AUTO, Config
 
 
 def dump_config(config: Config, auto: Iterable[str] = ()) -> str:
     """Return every knob in `config` as YAML. Loading it with `load_config` gives an equal `Config`.
-    Knobs in `auto` are written as `auto` (`keel.configs.auto`)."""
+    Knobs in `auto` are written as `auto`."""
     tree = escape_references(asdict(config))
     for section, _, name in (knob.partition(".") for knob in auto):
         tree[section][name] = AUTO

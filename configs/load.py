@@ -17,21 +17,20 @@ from copy import deepcopy
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from itertools import islice
+from math import ceil, lcm
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from keel.configs.auto import with_auto, without_auto
 from keel.configs.convert import build_config, knob_types, section_type, split_section
-from keel.configs.distillation import DistillConfig
-from keel.configs.dump import escape_references
 from keel.configs.paths import find_recipe, read_recipe, resolved
-from keel.configs.schema import Config, ConfigError
+from keel.configs.schema import AUTO, AUTO_KNOBS, Config, ConfigError, Section
 from keel.configs.sections.data import ROWS
-from keel.configs.synthesis import SynthesisConfig
+
+C = TypeVar("C", bound=Section)
 
 _MOST_VALUES = 100_000
 """Maximum number of values in a recipe after expanding its YAML aliases."""
@@ -64,30 +63,26 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, frozenset[str]]:
-    """Load a recipe like `load_config`, but also return the names of its `auto` knobs
-    (`keel.configs.auto`). In the config, these knobs have their CPU defaults."""
+    """Load a recipe like `load_config`, but also return the names of its `auto` knobs. In the
+    config, these knobs have their CPU defaults."""
     tree, where, recipe = _tree(Config, Path(path), overrides)
-    tree, auto = without_auto(tree)
+    tree, auto = _without_auto(tree)
     return build_config(Config, tree, where, recipe), auto
 
 
-def load_synthesis(path: str | Path, overrides: Sequence[str] = ()) -> SynthesisConfig:
-    """Load a recipe for `keel synthesize`. Takes the same arguments as `load_config`."""
-    return build_config(
-        SynthesisConfig, *_tree(SynthesisConfig, Path(path), overrides, "synthesize/")
-    )
-
-
-def load_distillation(path: str | Path, overrides: Sequence[str] = ()) -> DistillConfig:
-    """Load a recipe for `keel distill`. Takes the same arguments as `load_config`."""
-    return build_config(DistillConfig, *_tree(DistillConfig, Path(path), overrides, "distill/"))
+def load_as(root: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
+    """Load a recipe of another command, such as a `DistillConfig`. Takes the same arguments as
+    `load_config`."""
+    return build_config(root, *_tree(root, Path(path), overrides))
 
 
 def _tree(
-    root: type, path: Path, overrides: Sequence[str], folder: str = ""
+    root: type[Section], path: Path, overrides: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, str], str]:
-    recipe = find_recipe(path, folder)
-    layers, where = _read_layers(recipe, (), folder)
+    """Merge a recipe's layers and overrides, and resolve its references. Also returns the place
+    where each key is set, and the recipe's path."""
+    recipe = find_recipe(path, root.RECIPES)
+    layers, where = _read_layers(recipe, (), root.RECIPES)
     if root is not Config and (foreign := {"data", "model", "trainer"} & layers[-1].keys()):
         raise ConfigError(
             f"{where[min(foreign)]}: {min(foreign)}: belongs to recipes of `keel train`. This "
@@ -102,7 +97,7 @@ def _tree(
             for knob, one in split_section(root, steps, value):
                 _set_knob(tree, where, knob, one, origin)
         if root is Config:
-            tree = with_auto(_with_eval_file(tree, where))
+            tree = _with_auto(_with_eval_file(tree, where))
         texts = list(_strings(tree))
         for key, text in texts:
             if _RESOLVER.search(text):
@@ -150,6 +145,49 @@ def _mapping(value: Any) -> dict[str, Any]:
     return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
+def _with_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Set every knob in `AUTO_KNOBS` to `auto` unless the recipe sets it."""
+    complete = dict(tree)
+    for section, _, name in (knob.partition(".") for knob in AUTO_KNOBS):
+        knobs = complete.get(section, {})
+        if isinstance(knobs, dict):
+            complete[section] = {name: AUTO, **cast(dict[str, Any], knobs)}
+    return complete
+
+
+def _without_auto(tree: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
+    """Remove the knobs that are `auto`, and also return their names. If the recipe's other knobs
+    rule out a default, the smallest valid value is set instead."""
+    rest, auto = dict(tree), set[str]()
+    for knob in AUTO_KNOBS:
+        section, _, name = knob.partition(".")
+        if _mapping(rest.get(section)).get(name) == AUTO:
+            rest[section] = {k: v for k, v in rest[section].items() if k != name}
+            auto.add(knob)
+    for knob, value in _smallest_valid(rest).items():
+        section, _, name = knob.partition(".")
+        if knob in auto:
+            rest[section] = {**rest[section], name: value}
+    return rest, frozenset(auto)
+
+
+def _smallest_valid(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the smallest value that the other knobs allow for each `auto` knob."""
+    rollout, trainer = _mapping(tree.get("rollout")), _mapping(tree.get("trainer"))
+    widths = [trainer.get(name) for name in ("expert_parallel", "sequence_parallel")]
+    ranks = lcm(*(n for n in widths if type(n) is int and n > 0))
+    least = trainer.get("min_ranks")
+    if type(least) is int:
+        ranks *= max(1, ceil(least / ranks))
+    implied: dict[str, Any] = {"trainer.ranks": ranks}
+    if rollout.get("colocated") is True:
+        engines = rollout.get("engines", trainer.get("ranks", ranks))
+        implied = {"rollout.engines": engines, "trainer.ranks": engines}
+    if trainer.get("offload_optimizer") is True:
+        implied["trainer.zero_stage"] = 1
+    return implied
+
+
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Merge `above` into `below`. Sections are merged recursively, and all other values are
     replaced.
@@ -187,12 +225,13 @@ def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
         if inner is not None and inner is hints[field.name] and isinstance(value, dict):
             complete[field.name] = _with_defaults(inner, cast(dict[str, Any], value))
         elif field.name not in tree and inner is None and field.default is not MISSING:
-            complete[field.name] = escape_references(field.default)
+            default: Any = field.default
+            complete[field.name] = list(default) if isinstance(default, tuple) else default
     return complete
 
 
 def _read_layers(
-    path: Path, trail: tuple[Path, ...], folder: str = ""
+    path: Path, trail: tuple[Path, ...], folder: str
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return a recipe's layers (base recipes first), along with the place where each key is set."""
     path, real = resolved(path)
@@ -219,7 +258,7 @@ def _read_layers(
     sibling = path.parent / base
     try:
         found = sibling if sibling.exists() else find_recipe(Path(base), folder, sibling)
-        bases, base_lines = _read_layers(found, (*trail, real))
+        bases, base_lines = _read_layers(found, (*trail, real), folder)
     except ConfigError as error:
         raise ConfigError(f"{lines['defaults']}: defaults: {error}") from error
     replaced = tuple(

@@ -33,6 +33,32 @@ from keel.configs.sections.run import AlarmsConfig, RunConfig
 from keel.configs.sections.sft import ConversationsConfig, SftConfig
 from keel.configs.sections.trainer import TrainerConfig
 
+AUTO = "auto"
+DTYPE = "model.dtype"
+LAYOUT_KNOBS = frozenset(
+    {
+        "rollout.colocated",
+        "rollout.engines",
+        "rollout.gpu_memory_utilization",
+        "rollout.max_num_seqs",
+        "rollout.time_share",
+        "trainer.activation_checkpointing",
+        "trainer.compile",
+        "trainer.keep_attention",
+        "trainer.micro_batch_tokens",
+        "trainer.offload_optimizer",
+        "trainer.offload_while_sampling",
+        "trainer.ranks",
+        "trainer.share_prompts",
+        "trainer.zero_stage",
+    }
+)
+"""Knobs that define the layout on GPUs."""
+AUTO_KNOBS = LAYOUT_KNOBS | {DTYPE}
+"""All knobs that default to `auto`: Keel chooses their values for the hardware and the model. A
+`Config` never contains `auto`. It has the schema's defaults for these knobs until
+`keel.trainer.placement.layouts` (the layout on GPUs, and the precision on a CPU) replaces them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(Section):

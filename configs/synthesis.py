@@ -280,6 +280,8 @@ class CostConfig(Section):
 class SynthesisConfig(Section):
     """The recipe for `keel synthesize`."""
 
+    RECIPES = "synthesize/"
+
     family: _Family
     """Kind of tasks to make: for general agents, code agents or search agents."""
     dir: str

@@ -44,7 +44,7 @@ class AlgorithmConfig(Section):
     keep_sampling_mask: bool = True
     """Score each token over the sampling mask it was drawn from (the ids that top-p and top-k
     kept). Required with truncated sampling."""
-    kept_mass_coef: float = knob(0.0, ge=0, le=1e6)
+    kept_mass_coef: float = knob(0.0, ge=0, le=1_000_000)
     """Weight of a penalty on probability mass that leaves the sampling masks, which no probability
     ratio shows: the mean over tokens of how far, in nats, the mass of the mask is below the square
     of `rollout.sampling.top_p` (docs/stability.md). 0: off, as in the paper. Use 1 if completions

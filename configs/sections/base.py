@@ -40,18 +40,8 @@ class _Bounds:
         )
 
     def __str__(self) -> str:
-        low = self.ge if self.ge is not None else self.gt
-        high = self.le if self.le is not None else self.lt
-        if low is not None and high is not None:
-            opening, closing = "[("[self.ge is None], "])"[self.le is None]
-            return f"in {opening}{_plain(low)}, {_plain(high)}{closing}"
-        if low is not None:
-            return f"{'>' if self.ge is None else '>='} {_plain(low)}"
-        return f"{'<' if self.le is None else '<='} {_plain(cast(float, high))}"
-
-
-def _plain(bound: float) -> str:
-    return f"{bound:,}" if isinstance(bound, int) and bound < 2**40 else f"{bound:g}"
+        limits = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
+        return " and ".join(f"{sign} {limit:,}" for sign, limit in limits if limit is not None)
 
 
 def knob(
@@ -78,12 +68,15 @@ def _bounded_knobs(section: type[Any]) -> Sequence[tuple[str, _Bounds]]:
     return tuple((name, bounds) for name, bounds in pairs if bounds is not None)
 
 
+@dataclass(frozen=True)
 class Section:
     """Base class for a recipe's sections, which validate themselves when created."""
 
     __slots__ = ()
     PATH = ""
     """Dotted path of the section in a recipe."""
+    RECIPES = ""
+    """Subfolder of the bundled recipes that define this section as a whole."""
 
     def full_path(self) -> str:
         return self.PATH

@@ -9,7 +9,7 @@ import pytest
 
 from keel.commands.distill import _checked, _select, distill
 from keel.configs.distillation import DistillConfig, SelectConfig, SpecialistConfig
-from keel.configs.load import load_config, load_distillation
+from keel.configs.load import load_as, load_config
 from keel.configs.schema import ConfigError
 
 
@@ -188,4 +188,4 @@ def test_invalid_links_are_refused_before_any_run(tmp_path: Path) -> None:
     assert _checked(recipe(tmp_path, overrides=large, sft_overrides=rate))[0].trainer.lr == 1e-5
     assert keel.ran == []
     for name in ("quickstart", "specialists"):
-        _checked(load_distillation(name))
+        _checked(load_as(DistillConfig, name))

@@ -132,7 +132,7 @@ KNOBS = {knob.name: knob for knob in all_knobs()}
     [
         ("trainer.lr", ["trainer.lr\n", "1e-6", "may change"]),
         ("lr", ["trainer.lr\n", "model.tiny.cold_start.lr\n", "lr (metric)\n"]),
-        ("data.sources[sums].size", ["data.sources[].size\n", "in [0, 10,000,000]"]),
+        ("data.sources[sums].size", ["data.sources[].size\n", "≥ 0 and ≤ 10,000,000"]),
         ("algorithm.mask_delta", ["number, or null", "docs/stability.md"]),
         ("trainer", ["  lr: 1e-6 ", "  zero_stage: auto "]),
         ("select.least", ["distill.select.least", "stages that have not run"]),
@@ -166,7 +166,7 @@ def test_types_bounds_and_defaults_follow_the_schema() -> None:
         ("trainer.zero_stage", "one of", "0 · 1 · 2 · 3 · auto", "auto"),
         ("trainer.micro_batch_tokens", "integer, or auto", "≥ 1", "auto"),
         ("algorithm.mask_delta", "number, or null", "> 0", "0.2"),
-        ("rollout.sampling.top_p", "number", "in (0, 1]", "1"),
+        ("rollout.sampling.top_p", "number", "> 0 and ≤ 1", "1"),
         ("rollout.sampling.stop", "list of texts", "", "[]"),
         ("data.sources[].rewards", "mapping of names to numbers", "", "{correct: 1}"),
         ("synthesize.reference", "section like `author`, or null", "", "null"),

@@ -24,7 +24,8 @@ from safetensors.torch import load_file
 
 from keel.commands.cli import main
 from keel.commands.distill import distill
-from keel.configs.load import load_config, load_distillation
+from keel.configs.distillation import DistillConfig
+from keel.configs.load import load_as, load_config
 from keel.configs.schema import Config, SamplingConfig
 from keel.data.dataset import Dataset
 from keel.examples.small.__main__ import main as make_tasks
@@ -396,7 +397,8 @@ def shrink(words: list[str]) -> tuple[Callable[[], int], str]:
     more = MORE[name]
     if name != "keel distill":
         return lambda: main([*words[1:], *more]), name
-    return lambda: distill(load_distillation(words[2], more), lambda link: main(list(link))), name
+    config = load_as(DistillConfig, words[2], more)
+    return lambda: distill(config, lambda link: main(list(link))), name
 
 
 TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"x": {}, "y": {}}}}

@@ -20,9 +20,9 @@ from keel.agents.environments.general.workshop import (
 from keel.agents.types import ToolResult
 from keel.commands.cli import main
 from keel.commands.synthesize import MakeTask, _make_all, synthesize
-from keel.configs.load import load_synthesis
+from keel.configs.load import load_as
 from keel.configs.schema import ConfigError
-from keel.configs.synthesis import AuthorConfig, CostConfig
+from keel.configs.synthesis import AuthorConfig, CostConfig, SynthesisConfig
 from keel.rl.turns import Malformed, ToolCall, ToolSpec
 from keel.synthesis.author import (
     AuthorLost,
@@ -150,7 +150,7 @@ def test_signal_ends_the_preparation(
     before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         with pytest.raises(kind):
-            synthesize(load_synthesis(recipe))
+            synthesize(load_as(SynthesisConfig, recipe))
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
@@ -167,7 +167,7 @@ def test_recipe_of_the_page_loads(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/synthesis.md").read_text()
     recipe = tmp_path / "tasks.yaml"
     recipe.write_text(re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0])
-    config = load_synthesis(recipe)
+    config = load_as(SynthesisConfig, recipe)
     assert config.family == "general" and len(config.general.categories) == 3
 
 

@@ -18,11 +18,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from keel.configs.auto import DTYPE, KNOBS
 from keel.configs.diff import flatten_config
 from keel.configs.load import load_config
 from keel.configs.paths import write_whole
-from keel.configs.schema import Config, ConfigError, RolloutConfig, TrainerConfig
+from keel.configs.schema import (
+    DTYPE,
+    LAYOUT_KNOBS,
+    Config,
+    ConfigError,
+    RolloutConfig,
+    TrainerConfig,
+)
 from keel.configs.sections.trainer import LONG
 from keel.model.load import ModelFacts
 from keel.rl.prefix_sharing import prefix_group_size
@@ -522,8 +528,8 @@ def choose(
 
 def _relevant_knobs(config: Config) -> frozenset[str]:
     if config.data.sources:
-        return KNOBS
-    knobs = frozenset(knob for knob in KNOBS if knob.startswith("trainer."))
+        return LAYOUT_KNOBS
+    knobs = frozenset(knob for knob in LAYOUT_KNOBS if knob.startswith("trainer."))
     return knobs - {"trainer.offload_while_sampling", "trainer.share_prompts"}
 
 

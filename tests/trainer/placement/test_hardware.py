@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import ray
 
-from keel.configs.auto import DTYPE
 from keel.configs.dump import dump_config
 from keel.configs.load import load_recipe
 from keel.configs.schema import (
+    DTYPE,
     Config,
     ConfigError,
     DataConfig,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from keel.configs.auto import KNOBS
 from keel.configs.diff import flatten_config
 from keel.configs.schema import (
+    LAYOUT_KNOBS,
     Config,
     ConfigError,
     DataConfig,
@@ -46,7 +46,7 @@ def chosen(shape: str, gpus: int, gib: float, config: Config | None = None, **fi
     """Choose all knobs except the `fixed` ones. In their names, `__` stands for a dot."""
     values = {name.replace("__", "."): value for name, value in fixed.items()}
     config = with_values(config or recipe(), values)
-    return choose(config, KNOBS - set(values), facts(shape), machine(gpus, gib))
+    return choose(config, LAYOUT_KNOBS - set(values), facts(shape), machine(gpus, gib))
 
 
 def search_of(shape: str, gpus: int, gib: float, config: Config) -> LayoutSearch:
@@ -102,14 +102,14 @@ def test_everything_that_fits_is_accepted(shape: str) -> None:
     for gpus, gib in product((1, 4, 8), (139.0, 79.0, 23.0)):
         hardware = machine(gpus, gib)
         try:
-            choice = choose(recipe(), KNOBS, facts(shape), hardware)
+            choice = choose(recipe(), LAYOUT_KNOBS, facts(shape), hardware)
         except ConfigError as error:
             refused += 1
             assert "GiB" in str(error), error
             continue
         shared = place(choice.config, hardware.idle).shared
         make_plan(choice.config, facts(shape), machine(1, gib), shared=shared)
-        assert set(choice.values) == KNOBS and "layouts that fit" in choice.reason
+        assert set(choice.values) == LAYOUT_KNOBS and "layouts that fit" in choice.reason
         if shape in ("0.6b", "1.7b", "1.4b-a0.4b"):
             assert choice.config.trainer.ranks == gpus
             assert choice.config.trainer.micro_batch_tokens >= 8192
@@ -127,7 +127,7 @@ def test_everything_that_fits_is_accepted(shape: str) -> None:
 )
 def test_fixed_knobs_stay(values: dict[str, Any]) -> None:
     config = with_values(recipe(), values)
-    choice = choose(config, KNOBS - set(values), facts("1.7b"), machine(4, 139.0))
+    choice = choose(config, LAYOUT_KNOBS - set(values), facts("1.7b"), machine(4, 139.0))
     flat = flatten_config(choice.config)
     assert {knob: flat[knob] for knob in values} == values
     assert not set(values) & set(choice.values)
@@ -183,15 +183,15 @@ def test_choices(
 
 def test_nothing_is_chosen_without_known_memory() -> None:
     for hardware in (Hardware(gpu=False), machine(4, 0.0)):
-        assert choose(recipe(), KNOBS, facts("0.6b"), hardware).config == recipe()
+        assert choose(recipe(), LAYOUT_KNOBS, facts("0.6b"), hardware).config == recipe()
 
 
 def test_resumed_run_keeps_its_choice() -> None:
     first = chosen("1.7b", 1, 139.0)
     previous = {**first.values, "trainer.micro_batch_tokens": 4608}  # reduced meanwhile
-    again = choose(recipe(), KNOBS, facts("1.7b"), machine(1, 139.0), previous)
+    again = choose(recipe(), LAYOUT_KNOBS, facts("1.7b"), machine(1, 139.0), previous)
     assert again.values == previous and again.reason == _CACHED
-    smaller = choose(recipe(), KNOBS, facts("1.7b"), machine(1, 23.0), first.values)
+    smaller = choose(recipe(), LAYOUT_KNOBS, facts("1.7b"), machine(1, 23.0), first.values)
     assert smaller.reason != _CACHED
 
 
@@ -202,10 +202,10 @@ def on_host(memory_gib: float) -> Hardware:
 
 def test_models_and_optimizer_must_fit_the_host() -> None:
     for memory_gib in (0.0, 256.0):  # unknown; enough
-        choice = choose(recipe(), KNOBS, facts("8b"), on_host(memory_gib))
+        choice = choose(recipe(), LAYOUT_KNOBS, facts("8b"), on_host(memory_gib))
         assert choice.values["trainer.offload_optimizer"]
     with pytest.raises(ConfigError, match=r"memory of node 0.*Save host memory with trainer.off"):
-        choose(recipe(), KNOBS, facts("8b"), on_host(64.0))
+        choose(recipe(), LAYOUT_KNOBS, facts("8b"), on_host(64.0))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_models_and_optimizer_must_fit_the_host() -> None:
 def test_misfit_names_the_smallest_layout(values: dict[str, Any], gpus: int) -> None:
     config = with_values(recipe(), values)
     with pytest.raises(ConfigError, match=f"needs {gpus} GPU.*Lower trainer.ranks, rollout.eng"):
-        choose(config, KNOBS - set(values), facts("0.6b"), machine(1, 79.2))
+        choose(config, LAYOUT_KNOBS - set(values), facts("0.6b"), machine(1, 79.2))
 
 
 VALUES = {"trainer.micro_batch_tokens": 18_432, "trainer.ranks": 4, "rollout.time_share": False}
@@ -327,7 +327,7 @@ def test_lost_node_halves_ranks_and_engines(halved: Cluster, tmp_path: Path, fir
 def test_engines_share_gpus_if_that_keeps_enough_ranks(halved: Cluster) -> None:
     config = elastic(min_ranks=4, elastic_wait_s=0.0)
     config = replace(config, algorithm=replace(config.algorithm, max_lag=1))
-    layouts = halved.layouts(config, left=KNOBS)
+    layouts = halved.layouts(config, left=LAYOUT_KNOBS)
     assert not halved.begun(layouts).rollout.colocated
     config = layouts.next()
     assert (config.trainer.ranks, config.rollout.engines, config.rollout.colocated) == (4, 4, True)
