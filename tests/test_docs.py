@@ -1,15 +1,12 @@
-"""Pages, links and quoted code of README and documentation, without mkdocs."""
+"""Names and quoted code in README and documentation; `make docs` checks links and navigation."""
 
 import ast
 import json
 import re
 import shlex
 import subprocess
-from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -26,58 +23,6 @@ DOCS = ROOT / "docs"
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in DOCS.rglob("*.md")}
 PAGES |= pages()  # `make docs` generates some
 FENCE = re.compile(r"^(```+)(\w*)\n(.*?)^\1$", flags=re.MULTILINE | re.DOTALL)
-
-
-def prose(text: str) -> str:
-    return re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", FENCE.sub("", text))
-
-
-def slug(heading: str) -> str:
-    shown = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
-    return re.sub(r"[^\w\- ]", "", shown.strip().lower()).replace(" ", "-")
-
-
-@cache
-def anchors(page: str) -> set[str]:
-    headings = re.findall(r"^#{1,6} (.+)$", FENCE.sub("", PAGES[page]), flags=re.MULTILINE)
-    return {slug(heading) for heading in headings}
-
-
-class Tagged(yaml.SafeLoader):
-    """Ignores the Python function that mkdocs.yml names."""
-
-
-Tagged.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
-
-
-def in_nav(entry: Any) -> Iterator[str]:
-    if isinstance(entry, str):
-        yield entry
-    for inner in entry.values() if isinstance(entry, dict) else entry * isinstance(entry, list):
-        yield from in_nav(inner)
-
-
-def test_every_page_is_in_the_navigation_once() -> None:
-    config = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader=Tagged)
-    listed = Counter(in_nav(config["nav"]))
-    assert set(listed) == {*PAGES, "python.ipynb"} and max(listed.values()) == 1
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_links_and_pictures_exist(page: str) -> None:
-    for picture, target in re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", prose(PAGES[page])):
-        if target.startswith(("https://", "http://")):
-            continue
-        path, _, anchor = target.partition("#")
-        name = page
-        if path:
-            file = (DOCS / page).parent.joinpath(path).resolve()
-            assert file.is_file() or file.name in pages(), f"{page}: {target}"
-            assert file.is_relative_to(DOCS), f"{page}: {target} is not on the site"
-            name = file.relative_to(DOCS).as_posix()
-        if picture:
-            continue
-        assert not anchor or anchor in anchors(name), f"{page}: {target}: no such heading"
 
 
 def test_api_page_names_existing_members() -> None:

@@ -1,4 +1,4 @@
-"""Tasks, arms and report of `benchmarks.real_model`, without a model."""
+"""Tasks and arms of `benchmarks.real_model`, without a model."""
 
 import argparse
 import json
@@ -59,23 +59,3 @@ def test_the_calculator_takes_numbers_only() -> None:
     assert agent.reply("The answer is 31.") is None
     for bad in ("open('x')", "2 ** 9", "1 // 0", "1 +", "9 +" * 5000):
         assert calculate(bad) == "The calculator does not understand that."
-
-
-def test_a_report_covers_all_seeds_and_keeps_the_curves(tmp_path: Path) -> None:
-    for seed, late in enumerate((0.4, 0.5, 0.6)):
-        rows = [
-            {"arm": "keel", "seed": seed, "tasks": "hard", "step": step, "seconds": 1.0}
-            | {"reward": late if step > 2 else 0.1, "mismatch": 0.02, "peak_gib": 3.0}
-            for step in range(1, 5)
-        ]
-        text = "".join(json.dumps(row) + "\n" for row in [*rows, {"ended": "done"}])
-        (tmp_path / f"hard-keel-{seed}.jsonl").write_text(text + '{"cut off')
-    asked = argparse.Namespace(out=tmp_path, steps=4)
-    assert real_model.finished(Run(arm="keel", seed=2, tasks="hard"), asked)
-    asked.steps = 5
-    assert not real_model.finished(Run(arm="keel", seed=2, tasks="hard"), asked)
-    row = real_model.report(tmp_path, 2).splitlines()[-1]
-    assert row == "| hard | keel | 3 | 4 | 0.100 | 0.500 | ± 0.248 | 1.00 | 0.02 | 3.0 |"
-    curves = (tmp_path / "curves.jsonl").read_text().splitlines()
-    assert [json.loads(line)["reward"][-1] for line in curves] == [0.4, 0.5, 0.6]
-    assert real_model.report(tmp_path, 2).splitlines()[-1] == row
