@@ -6,9 +6,9 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from math import isfinite
 from operator import attrgetter
 from pathlib import Path
@@ -40,10 +40,7 @@ _PER_CHUNK = 20
 """Number of evaluation prompts that the page loads at a time."""
 _HEAD, _TAIL = 70, 50
 """Number of characters to show from the start and from the end of a question in the list."""
-_UNREADABLE = (
-    *(OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError),
-    *(OverflowError, RecursionError),
-)
+_UNREADABLE = (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError)
 """Errors raised if a file is damaged, has unexpected contents or no longer exists."""
 
 
@@ -68,14 +65,9 @@ class _Chunk:
     """Compressed JSON Lines with one group per line, read on demand."""
 
     read: Callable[[], bytes]
+    """Return the chunk's contents. Raises OSError if its file has been removed."""
     size: int
     """Size in bytes, known before the chunk is read."""
-
-    def data(self) -> bytes:
-        try:
-            return self.read()
-        except _UNREADABLE as error:
-            raise OSError(str(error)) from error
 
 
 Chunks = dict[str, _Chunk]
@@ -123,25 +115,12 @@ class RunData:
         return {**asdict(replace(self, metrics={})), "metrics": metrics}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StepFile:
-    stamp: tuple[int, int] = (0, 0)
-    """Modification time in nanoseconds and size in bytes when the file was read."""
-    groups: Sequence[_Group] = ()
-    problem: str = ""
-    """Why the file cannot be read, or empty if it can."""
-
-
-FileCache = MutableMapping[Path, _StepFile]
-"""Cache of files that have been read. A file is read again only if it has changed."""
-
-
-def read_folder(folder: Path, known: FileCache | None = None) -> tuple[RunData, Chunks]:
+def read_folder(folder: Path) -> tuple[RunData, Chunks]:
     """Read a run or evaluation, which may still be in progress, along with its chunks of
     trajectories. Raises ConfigError for any other folder."""
     try:
         if (folder / _METRICS).exists() or (folder / _CONFIG).exists():
-            return _read_run(folder, {} if known is None else known)
+            return _read_run(folder)
         if (folder / _SAMPLES).exists():
             return _read_evaluation(folder)
     except OSError as error:
@@ -151,7 +130,7 @@ def read_folder(folder: Path, known: FileCache | None = None) -> tuple[RunData, 
     raise ConfigError(f"{folder}: {why}; give the folder that the recipe calls run.dir or eval.dir")
 
 
-def _read_run(folder: Path, known: FileCache) -> tuple[RunData, Chunks]:
+def _read_run(folder: Path) -> tuple[RunData, Chunks]:
     run = RunData(name=folder.resolve().name, kind="run", path=str(folder))
     try:
         run.knobs = _as_json(load_config(folder / _CONFIG))
@@ -159,7 +138,7 @@ def _read_run(folder: Path, known: FileCache) -> tuple[RunData, Chunks]:
         run.notes.append(f"{folder / _CONFIG}: no knobs can be read there ({error})")
     chosen: Mapping[str, Any] = {}
     if (folder / "chosen.json").exists():
-        chosen = _parse_json((folder / "chosen.json").read_bytes())["values"]
+        chosen = json.loads((folder / "chosen.json").read_bytes())["values"]
     run.changed = _changed_knobs(run.knobs, chosen)
     _read_metrics(folder / _METRICS, run)
     run.events = [
@@ -171,7 +150,7 @@ def _read_run(folder: Path, known: FileCache) -> tuple[RunData, Chunks]:
         }
         for line in _json_lines(folder / "events.jsonl", run.notes)
     ]
-    chunks = _read_trajectories(folder / "trajectories", run, known)
+    chunks = _read_trajectories(folder / "trajectories", run)
     if not run.steps:
         run.notes.append("no step has ended so far")
     run.summary = _summary(run, folder)
@@ -181,8 +160,8 @@ def _read_run(folder: Path, known: FileCache) -> tuple[RunData, Chunks]:
 def _json_lines(path: Path, notes: list[str]) -> Iterator[Mapping[str, Any]]:
     for at, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), 1):
         try:
-            value = _parse_json(text)
-        except (ValueError, RecursionError):
+            value = json.loads(text)
+        except ValueError:
             value = None
         if isinstance(value, dict):
             yield cast(dict[str, Any], value)
@@ -239,15 +218,16 @@ def _read_metrics(path: Path, run: RunData) -> None:
     run.metrics = {name: [by_step[step].get(name) for step in run.steps] for name in names}
 
 
-def _read_trajectories(folder: Path, run: RunData, known: FileCache) -> Chunks:
+def _read_trajectories(folder: Path, run: RunData) -> Chunks:
     chunks: Chunks = {}
     for path in sorted(folder.glob("step_*.jsonl.gz"), key=attrgetter("name")):
-        known[path] = file = _step_file(path, known.get(path))
-        if file.problem:
-            run.notes.append(f"{path}: cannot be read ({file.problem}); skipped")
+        try:
+            stat = path.stat()
+            run.groups += _groups_of_step(path, stat.st_mtime_ns, stat.st_size)
+        except _UNREADABLE as error:
+            run.notes.append(f"{path}: cannot be read ({error}); skipped")
             continue
-        run.groups += file.groups
-        chunks[path.name] = _Chunk(partial(_read_finite, path), file.stamp[1])
+        chunks[path.name] = _Chunk(path.read_bytes, stat.st_size)
     samples = run.knobs.get("data.sources") != "[]" and "sft/tokens" not in run.metrics
     if run.steps and run.steps[-1] > 0 and not chunks and samples:
         run.notes.append(
@@ -257,30 +237,12 @@ def _read_trajectories(folder: Path, run: RunData, known: FileCache) -> Chunks:
     return chunks
 
 
-def _read_finite(path: Path) -> bytes:
-    """Read a file of trajectories. Older runs wrote NaN, which browsers don't parse."""
-    data = path.read_bytes()
-    text = gzip.decompress(data).decode()
-    if "NaN" not in text and "Infinity" not in text:
-        return data
-    return _compress_lines([finite_json(_parse_json(line)) for line in text.splitlines()])
-
-
-def _step_file(path: Path, known: _StepFile | None) -> _StepFile:
-    stamp = (0, 0)
-    try:
-        of = path.stat()
-        stamp = of.st_mtime_ns, of.st_size
-        if known is not None and known.stamp == stamp:
-            return known
-        lines = gzip.decompress(path.read_bytes()).decode().splitlines()
-        step = int(path.name.partition(".")[0].removeprefix("step_"))
-        groups = [
-            _list_entry(_parse_json(line), step, path.name, at) for at, line in enumerate(lines)
-        ]
-    except _UNREADABLE as error:
-        return _StepFile(stamp=stamp, problem=str(error))
-    return _StepFile(stamp=stamp, groups=groups)
+# Cached, because `keel watch` reads a run's folder again whenever it changes.
+@lru_cache(maxsize=10_000)
+def _groups_of_step(path: Path, modified_ns: int, size: int) -> Sequence[_Group]:
+    lines = gzip.decompress(path.read_bytes()).decode().splitlines()
+    step = int(path.name.partition(".")[0].removeprefix("step_"))
+    return [_list_entry(json.loads(line), step, path.name, at) for at, line in enumerate(lines)]
 
 
 def _summary(run: RunData, folder: Path) -> dict[str, str]:
@@ -324,7 +286,7 @@ def _summary(run: RunData, folder: Path) -> dict[str, str]:
 def _read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
     run = RunData(name=folder.resolve().name, kind="evaluation", path=str(folder))
     try:
-        settings: Mapping[str, Any] = _parse_json((folder / "settings.json").read_bytes())
+        settings: Mapping[str, Any] = json.loads((folder / "settings.json").read_bytes())
         run.knobs = {name: _from_repr(str(value)) for name, value in settings.items()}
     except _UNREADABLE as error:
         run.notes.append(f"{folder / 'settings.json'}: cannot be read ({error})")
@@ -334,7 +296,7 @@ def _read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
     path, asked, lines = folder / _SAMPLES, list[SampledPrompt](), list[str]()
     for at, line in enumerate(path.read_bytes().split(b"\n")[:-1]):  # the last is being written
         try:
-            one = parse_sample(_parse_json(line.decode("utf-8", "surrogatepass")))
+            one = parse_sample(json.loads(line.decode("utf-8", "surrogatepass")))
             group = _group_of(one)
             run.groups.append(_list_entry(group, 0, _chunk_name(at), at % _PER_CHUNK))
         except _UNREADABLE as error:
@@ -350,7 +312,8 @@ def _read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
     _plot_steps(run, asked)
     chunks: Chunks = {}
     for first in range(0, len(lines), _PER_CHUNK):
-        data = _compress_lines(lines[first : first + _PER_CHUNK])
+        text = "".join(f"{line}\n" for line in lines[first : first + _PER_CHUNK])
+        data = gzip.compress(text.encode(), 6)
         chunks[_chunk_name(first)] = _Chunk(partial(bytes, data), len(data))
     return run, chunks
 
@@ -376,7 +339,7 @@ def _chunk_name(at: int) -> str:
 def _from_repr(text: str) -> str:
     try:
         return json.dumps(ast.literal_eval(text), default=str, ensure_ascii=False)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, SyntaxError):
         return text
 
 
@@ -428,19 +391,5 @@ def _question(group: Mapping[str, Any]) -> str:
     return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]} … {text[-_TAIL:]}"
 
 
-def _parse_json(text: str | bytes) -> Any:
-    """Parse JSON written by Python, turning NaN and infinities into None. Raises one of the
-    exceptions in `_UNREADABLE` if the text is invalid."""
-    return json.loads(text, parse_constant=lambda _: None)
-
-
 def _number(value: object) -> float | None:
-    try:
-        result = float(value) if isinstance(value, int | float) else None
-    except OverflowError:  # of hundreds of digits
-        return None
-    return result if result is not None and isfinite(result) else None
-
-
-def _compress_lines(lines: list[str]) -> bytes:
-    return gzip.compress("".join(f"{line}\n" for line in lines).encode(), 6, mtime=0)
+    return float(value) if isinstance(value, int | float) and isfinite(value) else None

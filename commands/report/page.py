@@ -22,7 +22,7 @@ from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from keel.commands.report.folders import Chunks, FileCache, RunData, read_folder
+from keel.commands.report.folders import Chunks, RunData, read_folder
 from keel.configs.paths import write_whole
 from keel.configs.schema import ConfigError
 from keel.data.results import align_columns
@@ -50,7 +50,7 @@ def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
         _thin_trajectories(runs)
     chunks = [
         f'<script type="text/plain" data-run="{number}" data-chunk="{html.escape(name)}">'
-        f"{base64.b64encode(chunk.data()).decode()}</script>"
+        f"{base64.b64encode(chunk.read()).decode()}</script>"
         for number, (_, some) in enumerate(runs)
         for name, chunk in some.items()
         if not live
@@ -153,7 +153,6 @@ class _Server(ThreadingHTTPServer):
         self._lock = Lock()
         self._mark = ""
         self._runs: list[tuple[RunData, Chunks]] = []
-        self._known: FileCache = {}
         self.runs()
         try:
             super().__init__((HOST, port), _Handler)
@@ -170,7 +169,7 @@ class _Server(ThreadingHTTPServer):
                         of = path.stat()
                         stamps.append(f"{path.name} {of.st_mtime_ns} {of.st_size}")
             if (mark := str(hash(tuple(stamps)))) != self._mark:
-                self._runs = [read_folder(folder, self._known) for folder in self._folders]
+                self._runs = [read_folder(folder) for folder in self._folders]
                 _make_names_unique([run for run, _ in self._runs])
                 self._mark = mark
             return self._runs, self._mark
@@ -244,7 +243,7 @@ def _chunk(runs: Sequence[tuple[RunData, Chunks]], query: dict[str, str]) -> byt
     if not number.isdecimal() or int(number) >= len(runs):
         return None
     try:
-        return runs[int(number)][1][query.get("chunk", "")].data()
+        return runs[int(number)][1][query.get("chunk", "")].read()
     except (KeyError, OSError):  # none of this name, or it has gone since
         return None
 
