@@ -39,11 +39,9 @@ from keel.configs.load import load_config
 from keel.configs.paths import shipped_recipes, write_whole
 from keel.configs.schema import ConfigError
 from keel.rewards.custom import pickle_functions, recipe_name
-from keel.trainer.launch import Runtime
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import steps_of
 from keel.trainer.run.signals import Preempted, preemption_signal, stop_requested, watching
-from keel.trainer.run.view import View
 
 Reward = Callable[[Any, Any], Any]
 Callback = Callable[[int, Mapping[str, float]], object]
@@ -105,7 +103,7 @@ def train(
     """
     if not recipe:
         raise ConfigError(f"keel.train(recipe={recipe!r}): must be a file, a name or a mapping")
-    overrides, called = _overrides(knobs), _CallbackView(callbacks)
+    overrides, called = _overrides(knobs), _Callbacks(callbacks)
     if isinstance(holdout, bool) or holdout < 0:
         raise ConfigError(f"keel.train(holdout={holdout!r}): must be a number of at least 0")
     if holdout and prompts is None:
@@ -144,7 +142,7 @@ def train(
             ]
         run = RunFolder(load_config(path, overrides))
         try:
-            main.train(str(path), overrides, drive=called.drive, again=_AGAIN)
+            main.train(str(path), overrides, after_step=called.call, again=_AGAIN)
         except ConfigError as error:
             if file is None:
                 raise
@@ -282,12 +280,7 @@ def _write_hashed(folder: Path, text: str, name: str) -> Path:
     return path
 
 
-class _CallbackView:
-    """A progress view that also runs the callbacks after each training step, but not after
-    standalone evaluations."""
-
-    view: View
-
+class _Callbacks:
     def __init__(self, callbacks: Callback | Sequence[Callback]) -> None:
         functions = [callbacks] if callable(callbacks) else callbacks
         self._callbacks = list(cast(Iterable[Callback], functions))
@@ -298,26 +291,16 @@ class _CallbackView:
                 raise ConfigError(f"keel.train(callbacks=…): {one!r}: {error}") from error
             if inspect.iscoroutinefunction(one):
                 raise ConfigError(f"keel.train(callbacks=…): {one!r} must not be async")
-        self.enough = False
         self.error: Exception | SystemExit | None = None
         """The first exception raised by a callback, re-raised once the run is saved."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.view, name)
-
-    def record(self, step: int, numbers: Mapping[str, float]) -> None:
-        self.view.record(step, numbers)
-        if "time/step" not in numbers:
-            return
-        for callback in self._callbacks:
+    def call(self, step: int, numbers: Mapping[str, float]) -> bool:
+        """Run the callbacks after a training step, but not after a standalone evaluation. Return
+        True if the run should end."""
+        ends = False
+        for callback in self._callbacks if "time/step" in numbers else ():
             try:
-                result = callback(step, numbers)
-                if result is not None and bool(result):  # numpy's True is not `True`
-                    self.enough = True
+                ends = bool(callback(step, numbers)) or ends
             except (Exception, SystemExit) as error:  # any error of user code
-                self.enough, self.error = True, self.error or error
-
-    def drive(self, system: Runtime, folder: RunFolder, view: View, start: int) -> int:
-        self.view = view
-        both = cast(View, self)
-        return main.run_loop(system, folder, both, start, should_end=lambda: self.enough)
+                ends, self.error = True, self.error or error
+        return ends

@@ -39,22 +39,27 @@ from keel.trainer.sft import SftParts, fit
 LOST = (WorkerLost, CollectiveTimeout, RayLost, RayError, Unanswered)
 """Errors after which the learner can no longer save a checkpoint."""
 
-_Drive = Callable[[Runtime, RunFolder, View, int], int]
+AfterStep = Callable[[int, Mapping[str, float]], bool]
+"""Called with each recorded step and its metrics. If it returns True, the run saves a checkpoint
+and ends."""
 
 
 def train(
-    recipe: str, overrides: Sequence[str], *, drive: _Drive | None = None, again: str = ""
+    recipe: str,
+    overrides: Sequence[str],
+    *,
+    after_step: AfterStep = lambda step, numbers: False,
+    again: str = "",
 ) -> None:
-    """Run the training that the recipe describes, or resume it. `drive` runs the training loop
-    (`run_loop` by default). `again` is the hint printed for resuming, if rerunning the command
-    isn't enough."""
+    """Run the training that the recipe describes, or resume it. `again` is the hint printed for
+    resuming, if rerunning the command isn't enough."""
     with waiting("checking the recipe and its prompts"):
         task = prepare(recipe, overrides)
     _run_task(
         ["train", recipe, *overrides],
         task,
         lambda folder, layouts: launch(task, print, folder.rewards, layouts=layouts),
-        drive or run_loop,
+        partial(run_loop, after_step=after_step),
         again=again,
     )
 
@@ -97,15 +102,19 @@ def run_loop(
     view: View,
     start: int,
     *,
-    should_end: Callable[[], bool] = lambda: False,
+    after_step: AfterStep = lambda step, numbers: False,
 ) -> int:
-    """Run `keel.trainer.loop.train` on the started actors and return the last completed step. If
-    `should_end` returns True after a step, save a checkpoint and end the run."""
+    """Run `keel.trainer.loop.train` on the started actors and return the last completed step."""
     config, dataset, learner = runtime.task.config, runtime.task.dataset, runtime.learner
     failures: list[Exception] = []
+    ended = False
 
     def should_stop() -> bool:
-        return interrupt() or bool(journal.ends) or should_end() or bool(failures)
+        return interrupt() or bool(journal.ends) or ended or bool(failures)
+
+    def end_after(step: int, numbers: Mapping[str, float]) -> None:
+        nonlocal ended
+        ended = after_step(step, numbers) or ended
 
     def handle_failure(error: Exception) -> bool:
         """Record the error and end the run with a checkpoint. Returns False, without recording it,
@@ -139,6 +148,7 @@ def run_loop(
             costs=CostRates(runtime.gpus, *token_flops(config, runtime.task.facts)),
             tokens=tokens,
         )
+        journal.on_record = end_after
         runtime.pool.say = partial(journal.say, "engine")
         if runtime.nodes is not None:
             runtime.nodes.say = partial(journal.say, "node")

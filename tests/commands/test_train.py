@@ -157,7 +157,7 @@ def working_folder(tmp_path: Path, monkeypatch: Patch) -> Path:
 def requests(monkeypatch: Patch, tmp_path: Path) -> list[Config]:
     configs: list[Config] = []
 
-    def train(recipe: str, overrides: list[str], *, drive: Any, again: str) -> None:
+    def train(recipe: str, overrides: list[str], *, after_step: Any, again: str) -> None:
         config = load_config(recipe, overrides)
         configs.append(config)
         folder = Path(config.run.dir)
@@ -252,13 +252,11 @@ def test_functions_alone_judge_prompts_without_answers(tmp_path: Path) -> None:
 def test_callbacks_can_stop_the_run() -> None:
     steps, reached = list[int](), np.array([1.0, 2.0])
     callbacks = (lambda step, _: steps.append(step), lambda n, _: reached.max() <= n)
-    view: Any = api._CallbackView(callbacks)
-    view.view = SimpleNamespace(record=lambda *_: None)
-    view.record(0, {"eval/sums/pass@1": 0.5})
-    view.record(1, {"time/step": 2.0, "reward/mean": 0.5})
-    assert not view.enough
-    view.record(2, {"time/step": 2.0, "reward/mean": 0.5})
-    assert view.enough and steps == [1, 2]
+    after_step = api._Callbacks(callbacks).call
+    assert not after_step(0, {"eval/sums/pass@1": 0.5})
+    assert not after_step(1, {"time/step": 2.0, "reward/mean": 0.5})
+    assert after_step(2, {"time/step": 2.0, "reward/mean": 0.5})
+    assert steps == [1, 2]
 
 
 @pytest.mark.parametrize("raised", [KeyError("reward/best"), SystemExit(3)])
@@ -270,25 +268,14 @@ def test_raising_callback_ends_the_run_after_saving(
     def fails(step: int, numbers: Any) -> None:
         raise raised
 
-    def loop(*parts: Any, should_end: Any) -> int:
-        view = parts[2]
-        for step in (1, 2):
-            view.record(step, {"time/step": 2.0})
-            done.append(f"step {step}")
-            if should_end():
-                done.append("saved")
-                return step
-        return 2
+    def train(*_: Any, after_step: Any, again: str) -> None:
+        assert after_step(1, {"time/step": 2.0})
+        done.append("saved")
 
-    def train(*_: Any, drive: Any, again: str) -> None:
-        drive(None, None, SimpleNamespace(record=lambda *_: None), 0)
-        done.append("said")
-
-    monkeypatch.setattr(api.main, "run_loop", loop)
     monkeypatch.setattr(api.main, "train", train)
     with pytest.raises(type(raised)) as caught:
         keel.train(callbacks=fails, knobs={"run.dir": tmp_path})
-    assert caught.value is raised and done == ["step 1", "saved", "said"]
+    assert caught.value is raised and done == ["saved"]
 
 
 @pytest.mark.parametrize(
@@ -298,7 +285,7 @@ def test_raising_callback_ends_the_run_after_saving(
 def test_signal_raises_after_the_run(
     number: int, kind: type, within: bool, monkeypatch: Patch, tmp_path: Path
 ) -> None:
-    def train(*_: Any, drive: Any, again: str) -> None:
+    def train(*_: Any, after_step: Any, again: str) -> None:
         with Interrupt(lambda _: None) if within else nullcontext():
             signal.raise_signal(number)
 

@@ -184,6 +184,8 @@ class Journal:
         self._costs, self._recorded_at = costs, clock()
         self.on_write: Callable[[], None] = lambda: None
         """Called after each recorded step and event."""
+        self.on_record: Callable[[int, Mapping[str, float]], None] = lambda step, numbers: None
+        """Called after each recorded step with its metrics."""
         self._save_all, self._tokenizer = save_all, tokenizer
         self._per_step, self._tokens = trajectories, tokens
         self._folder, self._metrics = folder, folder / "metrics.jsonl"
@@ -247,6 +249,7 @@ class Journal:
         for line in lines:
             self.say("alarm", line)
         self._view.record(step, numbers)
+        self.on_record(step, numbers)
 
     def evaluated(self, step: int) -> bool:
         return any(name.startswith("eval/") for name in steps_of(self._metrics).get(step, {}))
