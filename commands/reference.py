@@ -10,7 +10,7 @@ import shutil
 import textwrap
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -67,7 +67,7 @@ class _Knob:
     word."""
     kind: str
     allowed: str
-    """Allowed choices or bounds."""
+    """Bounds of a number, if any."""
     default: str
     """Default value in YAML, or empty if the knob is required."""
     text: str
@@ -178,10 +178,7 @@ def _sections(recipe: _Recipe, cls: type, path: str, about: str = "") -> Iterato
             nested.append(_sections(recipe, inner, here + "[]" * (origin is tuple), text))
             continue
         auto = recipe == "train" and here in AUTO_KNOBS
-        choices = get_args(hint)[0] if origin is tuple else hint
         allowed = str(bounds_of(field) or "").replace(">=", "≥").replace("<=", "≤")
-        if get_origin(choices) is Literal:
-            allowed = " · ".join([*map(_yaml, get_args(choices)), *[AUTO] * auto])
         default = "" if field.default is MISSING else _yaml(field.default)
         if field.default_factory is not MISSING:
             default = _yaml(field.default_factory())
@@ -193,7 +190,7 @@ def _sections(recipe: _Recipe, cls: type, path: str, about: str = "") -> Iterato
         knobs.append(
             _Knob(
                 name=prefix + here,
-                kind=_kind(hint) + f", or {AUTO}" * (auto and origin is not Literal),
+                kind=_kind(hint) + f" | {AUTO}" * auto,
                 allowed=allowed,
                 default=AUTO if auto else default,
                 text=text,
@@ -227,29 +224,18 @@ def _docstrings(cls: type) -> tuple[str, dict[str, str]]:
     return " ".join((ast.get_docstring(node) or "").split()), texts
 
 
-_PLAIN = {
-    int: ("integer", "integers"),
-    float: ("number", "numbers"),
-    str: ("text", "texts"),
-    bool: ("true or false", "values"),
-    Any: ("any value", "any values"),
-}
-
-
 def _kind(hint: Any) -> str:
-    origin, inner = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    inner: tuple[Any, ...] = get_args(hint)
     if origin in (Union, UnionType):
-        kinds = " or ".join(_kind(each) for each in inner if each is not NoneType)
-        return f"{kinds}, or null" if NoneType in inner else kinds
-    if is_dataclass(hint):
-        return f"section like `{cast(type, hint).__name__.removesuffix('Config').lower()}`"
+        return " | ".join(map(_kind, inner))
     if origin is Literal:
-        return "one of"
+        return " | ".join(map(_yaml, inner))
     if origin is tuple:
-        return f"list of {_PLAIN.get(inner[0], ('', 'values'))[1]}"
+        return f"list[{_kind(inner[0])}]"
     if origin is not None:
-        return f"mapping of names to {_PLAIN.get(inner[1], ('', 'values'))[1]}"
-    return _PLAIN[hint][0]
+        return f"dict[str, {_kind(inner[1])}]"
+    return "null" if hint is NoneType else hint.__name__
 
 
 def _yaml(value: Any) -> str:
@@ -369,7 +355,7 @@ def pages() -> Mapping[str, str]:
             knobs.append(f"# {_RECIPES[recipe][1]}\n")
         rows: list[tuple[str, ...]] = []
         for knob in section.knobs:
-            values = ", ".join(filter(None, (knob.kind, knob.allowed))).replace("one of, ", "")
+            values = ", ".join(filter(None, (knob.kind, knob.allowed)))
             default = f"`{knob.default}`" if knob.default else "required"
             name = f"`{knob.name.rpartition('.')[2]}`"
             rows.append((name, default, values, knob.resume, _linked(knob.text)))

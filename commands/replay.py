@@ -27,10 +27,12 @@ from keel.trainer.run import checkpoint
 from keel.trainer.run.trajectory_files import BATCHES, list_batches, read_batch, step_of
 
 
-def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
-    """Rerun the training step on a saved batch and print the findings. Doesn't write anything to
-    disk."""
+def replay(run: str, words: Sequence[str]) -> None:
+    """Rerun the training step on a saved batch and print the findings. `words` holds the step (by
+    default the newest), then overrides. Doesn't write anything to disk."""
     folder = Path(run).expanduser()
+    step = int(words[0]) if words and words[0].isdecimal() else None
+    overrides = words if step is None else words[1:]
     path = _find_batch(folder, step)
     groups, findings = read_batch(path)
     disable_progress_bar()

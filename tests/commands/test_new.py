@@ -133,7 +133,7 @@ KNOBS = {knob.name: knob for knob in all_knobs()}
         ("trainer.lr", ["trainer.lr\n", "1e-6", "may change"]),
         ("lr", ["trainer.lr\n", "model.tiny.cold_start.lr\n", "lr (metric)\n"]),
         ("data.sources[sums].size", ["data.sources[].size\n", "≥ 0 and ≤ 10,000,000"]),
-        ("algorithm.mask_delta", ["number, or null", "docs/stability.md"]),
+        ("algorithm.mask_delta", ["float | null", "docs/stability.md"]),
         ("trainer", ["  lr: 1e-6 ", "  zero_stage: auto "]),
         ("select.least", ["distill.select.least", "stages that have not run"]),
         ("mismatch/logp_abs", ["nats per token", "alarms.mismatch", "docs/stability.md"]),
@@ -155,7 +155,7 @@ def test_every_knob_of_a_recipe_is_described() -> None:
     recipes = [load_config(name) for name in ("quickstart", "sft-distilled", "mixed-agents")]
     paths = {_normalize_name(knob) for recipe in recipes for knob in flatten_config(recipe)}
     lists = {section.path.removesuffix("[]") for section in sections()}
-    mappings = tuple(f"{name}." for name, knob in KNOBS.items() if knob.kind.startswith("mapping"))
+    mappings = tuple(f"{name}." for name, knob in KNOBS.items() if knob.kind.startswith("dict"))
     missing = paths - lists - KNOBS.keys()
     assert [path for path in missing if not path.startswith(mappings)] == []
     assert {"distill.select.least", "synthesize.general.attempts"} <= KNOBS.keys()
@@ -163,13 +163,13 @@ def test_every_knob_of_a_recipe_is_described() -> None:
 
 def test_types_bounds_and_defaults_follow_the_schema() -> None:
     for name, *expected in (
-        ("trainer.zero_stage", "one of", "0 · 1 · 2 · 3 · auto", "auto"),
-        ("trainer.micro_batch_tokens", "integer, or auto", "≥ 1", "auto"),
-        ("algorithm.mask_delta", "number, or null", "> 0", "0.2"),
-        ("rollout.sampling.top_p", "number", "> 0 and ≤ 1", "1"),
-        ("rollout.sampling.stop", "list of texts", "", "[]"),
-        ("data.sources[].rewards", "mapping of names to numbers", "", "{correct: 1}"),
-        ("synthesize.reference", "section like `author`, or null", "", "null"),
+        ("trainer.zero_stage", "0 | 1 | 2 | 3 | auto", "", "auto"),
+        ("trainer.micro_batch_tokens", "int | auto", "≥ 1", "auto"),
+        ("algorithm.mask_delta", "float | null", "> 0", "0.2"),
+        ("rollout.sampling.top_p", "float", "> 0 and ≤ 1", "1"),
+        ("rollout.sampling.stop", "list[str]", "", "[]"),
+        ("data.sources[].rewards", "dict[str, float]", "", "{correct: 1}"),
+        ("synthesize.reference", "AuthorConfig | null", "", "null"),
     ):
         knob = KNOBS[name]
         assert [knob.kind, knob.allowed, knob.default] == expected
