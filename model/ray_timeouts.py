@@ -6,6 +6,7 @@ large arguments. Each call therefore runs on another thread, which is abandoned 
 returns.
 """
 
+import os
 import re
 import secrets
 import time
@@ -268,3 +269,17 @@ def create(
     runtime["env_vars"] = {**runtime.get("env_vars", {}), NAME: f"{_State.session}/{name}"}
     remote: Any = ray.remote(kind).options(**{**options, "runtime_env": runtime})
     return bounded(lambda: remote.remote(*arguments, **named), CALL_S, f"create {name}")
+
+
+def exit_with_raylet() -> None:
+    """End this process within a second of its raylet if it is an actor's. Ray's own check sleeps on
+    if the wall clock is set back."""
+    raylet = os.getppid()
+
+    def wait_for_exit() -> None:
+        while os.getppid() == raylet:
+            time.sleep(1.0)
+        os._exit(1)
+
+    if NAME in os.environ:
+        on_thread(wait_for_exit, "keel-raylet")

@@ -483,6 +483,7 @@ class TrainerWorker:
     """Runs one trainer rank in its own process. GPU libraries are imported only in `prepare`."""
 
     def __init__(self, rank: int, world_size: int, *, gpu: bool) -> None:
+        ray_timeouts.exit_with_raylet()
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each rank its own GPU only
         if not gpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -69,6 +69,7 @@ class _NodeWorker:
     """Ray actor that verifies completions and runs environments on its node."""
 
     def __init__(self) -> None:
+        ray_timeouts.exit_with_raylet()
         self._pool: WorkerPool | None = None
         self._factories: dict[str, Factory] = {}
         self._closing: list[Callable[[], Awaitable[None]]] = []

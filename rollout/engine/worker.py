@@ -328,6 +328,7 @@ class RolloutWorker:
     """Runs one engine. `keel.rollout.ray_engines` makes it an asyncio actor."""
 
     def __init__(self, spec: EngineSpec) -> None:
+        ray_timeouts.exit_with_raylet()
         # Triton's default. Otherwise torch moves its cache to a folder that vLLM deletes at exit,
         # and every start compiles again.
         kernels = Path(os.environ.get("TRITON_HOME", "~"), ".triton", "cache").expanduser()

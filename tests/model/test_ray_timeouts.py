@@ -1,5 +1,8 @@
 """Every Ray call has a deadline."""
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -116,3 +119,20 @@ def test_losses_are_recognized_in_remote_errors() -> None:
     for error in (*losses, RuntimeError("a bug")):
         raised = RayTaskError("step", "traceback", error).as_instanceof_cause()
         assert is_loss(raised) == (error in losses), error
+
+
+@pytest.mark.e2e
+def test_an_actor_exits_with_its_raylet() -> None:
+    actor = (
+        "import time; from keel.model.ray_timeouts import exit_with_raylet; "
+        f"exit_with_raylet(); print(flush=True); time.sleep({PATIENCE_S})"
+    )
+    raylet = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {actor!r}])"
+    environment = {**os.environ, ray_timeouts.NAME: "session/actor"}
+    with subprocess.Popen(
+        [sys.executable, "-c", raylet], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "\n"
+        process.kill()
+        assert not process.stdout.read(), "the pipe is closed when the actor exits, too"
