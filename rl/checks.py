@@ -25,7 +25,7 @@ def require_log_probs(logp: Tensor, **others: Tensor) -> None:
     """Check that all arguments are float32 or float64 vectors of the same length. Half precision is
     too coarse: near 10 nats, adjacent bfloat16 values are 0.06 apart."""
     for name, value in {"logp": logp, **others}.items():
-        require(value.ndim == 1, f"{name} has shape {list(value.shape)}: must be 1-D, [N]")
+        require(value.ndim == 1, f"{name} has shape {list(value.shape)}: must be 1-D, [R]")
         require(
             value.dtype in (torch.float32, torch.float64),
             f"{name} is {value.dtype}: must be float32 or float64",

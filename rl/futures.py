@@ -2,12 +2,30 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
+POLL_S = 0.2  # seconds between two calls of `should_abort` during a wait
 T = TypeVar("T")
 U = TypeVar("U")
+
+
+class Cancelled(Exception):
+    """Raised when the run is aborted while waiting."""
+
+
+def never_abort() -> bool:
+    return False
+
+
+def wait_for(future: Future[T], should_abort: Callable[[], bool]) -> T:
+    """Wait for a future and return its result. Raises `Cancelled` if the run is aborted."""
+    while not future.done():
+        if should_abort():
+            raise Cancelled
+        wait([future], POLL_S)
+    return future.result()
 
 
 def failed(error: BaseException) -> Future[Any]:

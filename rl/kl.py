@@ -23,7 +23,7 @@ def k3(logp: Tensor, logp_ref: Tensor) -> Tensor:
     samples of π_θ, but its gradient, d/dlogp = 1 − ρ, is not the gradient of the KL (see
     `unbiased_k3`). Schulman (2020).
 
-    Both arguments are [N], natural-log probabilities of the sampled tokens. Returns [N], ≥ 0.
+    Both arguments are [R], natural-log probabilities of the sampled tokens. Returns [R], ≥ 0.
     """
     log_rho = logp_ref - logp
     # expm1 preserves a small KL, which ρ − 1 would round away in float32.
@@ -40,7 +40,7 @@ def unbiased_k3(logp: Tensor, logp_old: Tensor, logp_ref: Tensor) -> Tensor:
     also limits r in the gradient. Gradient flows to `logp` only: π_old and π_ref are constants.
     DeepSeek-V3.2 (2025), Eq. 7.
 
-    All arguments are [N], natural-log probabilities of the sampled tokens. Returns [N], ≥ 0.
+    All arguments are [R], natural-log probabilities of the sampled tokens. Returns [R], ≥ 0.
     """
     logp_old, logp_ref = logp_old.detach(), logp_ref.detach()
     ratio = clamp_log_ratio(logp - logp_old).exp()

@@ -83,12 +83,12 @@ def grpo_loss(
     with r = π_θ/π_old per token, M from `off_policy_sequence_mask` and KL from `keel.rl.kl`. M
     applies only to the first term, not to the KL term or the denominators.
 
-    Shapes (N sampled tokens of S sequences):
-        logp, logp_old, advantage, logp_ref   [N] float32 or float64, natural-log probabilities
-        sequence                              [N] int64, 0 … S−1, in any order
+    Shapes (R sampled tokens of S sequences):
+        logp, logp_old, advantage, logp_ref   [R] float32 or float64, natural-log probabilities
+        sequence                              [R] int64, 0 … S−1, in any order
         sequence_tokens                       [S] integer, |o_i|: all sampled tokens of the sequence
         total_sequences                       B, sequences in the whole optimizer step
-        kl_coef                               β, a number, a scalar tensor or [N]; must be 0 if
+        kl_coef                               β, a number, a scalar tensor or [R]; must be 0 if
                                               `logp_ref` is None
         mask_delta                            δ in nats per token; None: M = 1
         sequence_weight                       [S] w, 1 on average over the step; None: all ones
@@ -106,7 +106,7 @@ def grpo_loss(
     Both denominators are global, so partial losses and gradients add up no matter how a step is
     split across ranks, micro-batches and segments. With `mask_delta`, a sequence with a negative
     advantage must be passed in one call or together with its `sequence_gap`, because M depends on
-    the whole sequence. N = 0 gives a loss of 0. The advantage may vary within a sequence, as in the
+    the whole sequence. R = 0 gives a loss of 0. The advantage may vary within a sequence, as in the
     paper (Â_{i,t}).
 
     Gradient flows to `logp` only. NaN and infinities in `logp_ref` have no effect where β = 0, and
@@ -206,7 +206,7 @@ def grpo_loss(
 def _surrogate(
     log_ratio: Tensor, advantage: Tensor, keep: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """Return min(r Â, clip(r) Â) · M and a mask of the tokens where the clip is active, both [N].
+    """Return min(r Â, clip(r) Â) · M and a mask of the tokens where the clip is active, both [R].
 
     The clip is active where r is above the range and Â > 0, or below it and Â < 0. Excluded tokens
     are removed before the exponential instead of being multiplied by 0 afterwards, so that an
@@ -314,15 +314,15 @@ def nll_loss(
     With w_i = |o_i| B / Σ_j |o_j|, this is the mean over all tokens in the step, as in transformers
     and TRL. With w_i = 1, every conversation has the same weight, regardless of its length.
 
-    Shapes (N learned tokens of S conversations, which may have more tokens in other calls):
-        logp              [N] float32 or float64, natural-log probabilities
-        sequence          [N] int64, 0 … S−1, in any order
+    Shapes (R learned tokens of S conversations, which may have more tokens in other calls):
+        logp              [R] float32 or float64, natural-log probabilities
+        sequence          [R] int64, 0 … S−1, in any order
         sequence_tokens   [S] integer, |o_i|: all learned tokens of the conversation
         total_sequences   B, conversations in the whole optimizer step
         sequence_weight   [S] w, 1 on average over the step; None: all ones
 
     The denominators are global, so partial losses and gradients add up no matter how a step is
-    split. N = 0 gives a loss of 0. The metrics are `loss` and `nll`, the unweighted mean of −log p
+    split. R = 0 gives a loss of 0. The metrics are `loss` and `nll`, the unweighted mean of −log p
     over tokens, in nats. Raises `ValueError` if an argument is invalid.
     """
     _check_step(sequence_tokens, total_sequences)

@@ -29,8 +29,8 @@ def off_policy_sequence_mask(
     disagree about its probability. A good completion is never dropped. The mask carries no
     gradient.
 
-    Shapes: `logp`, `logp_old` and `advantage` are [N] over sampled tokens, and `sequence` is [N]
-    int64 with the index of each token's sequence, in any order. Returns [N] bool, where True means
+    Shapes: `logp`, `logp_old` and `advantage` are [R] over sampled tokens, and `sequence` is [R]
+    int64 with the index of each token's sequence, in any order. Returns [R] bool, where True means
     that the token is kept. If all tokens in a sequence have the same advantage, they are all kept
     or all dropped. If the advantage varies (Â_{i,t}, as in the paper), only tokens with a negative
     advantage are dropped.
@@ -96,7 +96,7 @@ class GapTotals:
         self.sums_2P = torch.zeros(2, count, dtype=torch.float64, device=device)
 
     def add(self, logp: Tensor, logp_old: Tensor, owner: Tensor) -> GapTotals:
-        """Add N tokens. `owner` [N] is the index of each token's trajectory, 0 … P−1, or −1 if the
+        """Add R tokens. `owner` [R] is the index of each token's trajectory, 0 … P−1, or −1 if the
         token belongs to none of them."""
         gap, ones = logp_old.detach() - logp.detach(), torch.ones_like(logp, dtype=torch.float64)
         more_2P = self.sums_2P.new_zeros(2, self.sums_2P.shape[1] + 1)

@@ -10,14 +10,14 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from keel.configs.schema import AlgorithmConfig, Config
-from keel.rl.futures import failed, then
+from keel.rl.futures import POLL_S, Cancelled, failed, never_abort, then, wait_for
 from keel.rl.metrics import Metric, Sum
 from keel.rl.summary import FAIL, passed
 from keel.rl.types import Group, Prompt, ScoredGroup
@@ -25,12 +25,6 @@ from keel.rl.types import Group, Prompt, ScoredGroup
 GRACE_S = 60.0
 """Extra seconds that `BatchStream.take` waits after `Config.group_timeout_s` before it raises
 TimeoutError."""
-POLL_S = 0.2  # seconds between two calls of `should_abort` during a wait
-T = TypeVar("T")
-
-
-class Cancelled(Exception):
-    """Raised when the run is aborted while waiting."""
 
 
 class EmptyBatch(RuntimeError):
@@ -43,41 +37,6 @@ class EmptyBatch(RuntimeError):
             f"{'; '.join(sorted(reasons)) or 'none'}"
         )
         self.prompts = [group.group.prompt for group in groups]
-
-
-def never_abort() -> bool:
-    return False
-
-
-def wait_for(future: Future[T], should_abort: Callable[[], bool]) -> T:
-    """Wait for a future and return its result. Raises `Cancelled` if the run is aborted."""
-    while not future.done():
-        if should_abort():
-            raise Cancelled
-        wait([future], POLL_S)
-    return future.result()
-
-
-class SamplingProgress:
-    """Estimates how much of a batch has been sampled, based on the finished prompts or the engines'
-    decoding steps, whichever is further along."""
-
-    def __init__(
-        self, config: Config, prompts: int, samples: int, count_steps: Callable[[], int] | None
-    ) -> None:
-        """`count_steps` returns the number of decoding steps so far. It is ignored if the run has
-        environments, because the number of turns in an episode can't be predicted."""
-        rollout, completions = config.rollout, prompts * samples
-        waves = -(-completions // (rollout.max_num_seqs * rollout.engines))
-        self._most = min(rollout.engines, completions) * waves * rollout.sampling.max_tokens
-        self._prompts, self._count = prompts, None if config.with_agents else count_steps
-        self._before = self._count() if self._count else 0
-
-    def estimate(self, finished: int) -> tuple[int, int, str]:
-        steps = min(self._count() - self._before, self._most) if self._count else 0
-        if steps * self._prompts > finished * self._most:
-            return steps, self._most, "decoding steps"
-        return finished, self._prompts, "prompts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

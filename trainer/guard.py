@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from keel.configs.schema import RunConfig
+from keel.rl.futures import Cancelled
 from keel.rl.metrics import Metric, Sum
 from keel.rl.types import ScoredGroup, StepResult
-from keel.trainer.batch_stream import Batch, BatchStream, Cancelled, EmptyBatch
+from keel.trainer.batch_stream import Batch, BatchStream, EmptyBatch
 
 Save = Callable[[int, Mapping[str, Any]], bool]
 """Writes a checkpoint for a step and a data position. Returns True if it was written, and False if

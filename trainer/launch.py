@@ -25,13 +25,13 @@ from keel.model.tiny.cold_start import Curriculum, demonstrate
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.pool import WorkerPool
 from keel.rewards.scorer import Scorer
+from keel.rl.futures import wait_for
 from keel.rl.types import Group, Prompt, Purpose
 from keel.rollout.endpoint import EndpointCompletions, EndpointTurns
 from keel.rollout.judge.server import JudgeServer
 from keel.rollout.pool import RolloutPool
 from keel.rollout.ray_engines import ray_pool
 from keel.rollout.spec import EngineError, EngineSpec
-from keel.trainer.batch_stream import wait_for
 from keel.trainer.build_agents import Factory, episode_runner
 from keel.trainer.learner import Learner
 from keel.trainer.placement.elastic import ElasticLayouts, OomRecovery

@@ -26,12 +26,11 @@ from keel.configs.schema import Config, ConfigError
 from keel.model import ray_timeouts
 from keel.model.batch_invariant import variables
 from keel.model.imports import heavy_imports
-from keel.rl.futures import done
+from keel.rl.futures import done, never_abort
 from keel.rl.metrics import Metric, Sum, merge
 from keel.rl.packing import PackPlan, TrainBatch, plan_packing, split_updates
 from keel.rl.sft import SftExample
 from keel.rl.types import ScoredGroup, Segment, StepResult, TokenNumbers
-from keel.trainer.batch_stream import never_abort
 from keel.trainer.nonfinite import Finding, describe_findings
 from keel.trainer.placement.hardware import RANK_CPUS
 from keel.trainer.placement.memory import reading_ranks
@@ -72,14 +71,13 @@ process."""
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
 class _CallDeadline:
-    """Deadline for a call to the ranks, and the knob to name in the error message if it passes."""
+    """Deadline for one or several calls to the ranks, which starts now, and the knob to name in the
+    error message if it passes."""
 
-    what: str
-    seconds: float
-    knob: str
-    left: ray_timeouts.Deadline | None = None  # set if several waits share one deadline
+    def __init__(self, what: str, seconds: float, knob: str) -> None:
+        self.what, self.seconds, self.knob = what, seconds, knob
+        self.time_left = ray_timeouts.Deadline(seconds)
 
 
 class Learner:
@@ -142,11 +140,11 @@ class Learner:
         what = "loading the trainer's libraries"
         self._wait(self._prepared, _CallDeadline(what, seconds, "run.startup_timeout_s"))
 
-    def start(self, timeout_s: float | None = None) -> list[str]:
-        """Load the model on every rank within `timeout_s`. Returns the notes from rank 0."""
-        seconds = timeout_s or self._config.run.startup_timeout_s
-        shared = ray_timeouts.Deadline(seconds)
-        deadline = _CallDeadline("the trainer's start", seconds, "run.startup_timeout_s", shared)
+    def start(self) -> list[str]:
+        """Load the model on every rank within `run.startup_timeout_s`. Returns the notes from rank
+        0."""
+        seconds = self._config.run.startup_timeout_s
+        deadline = _CallDeadline("the trainer's start", seconds, "run.startup_timeout_s")
         self._locations = self._call_all("location", deadline=deadline)
         mark = Path(self._config.run.dir).expanduser().absolute() / MARK
         texts = self._call_all("read_text", str(mark), deadline=deadline) if mark.exists() else []
@@ -178,9 +176,11 @@ class Learner:
         ray_timeouts.await_future(asleep)
         reports = self._call_with_shares("step_packed", (), _STEP, len(shares[0]))
         result = self._combine_reports(reports, kept)
-        before, after = (sum(len(g.group.trajectories) for g in each) for each in (groups, kept))
-        dropped = {"rollout/dropped_completions": Sum(before - after)}
-        return replace(result, metrics={**result.metrics, **dropped}) if after < before else result
+        if len(kept) < len(groups):
+            before, after = (sum(len(g.group.trajectories) for g in gs) for gs in (groups, kept))
+            dropped = {"rollout/dropped_completions": Sum(before - after)}
+            result = replace(result, metrics={**result.metrics, **dropped})
+        return result
 
     def step_on(
         self,
@@ -346,7 +346,7 @@ class Learner:
         """Wait for one call on each rank and return the results in rank order. If a rank fails, its
         error is raised without waiting long for the other ranks, which are then stuck in a
         collective."""
-        remaining = deadline.left or ray_timeouts.Deadline(deadline.seconds)
+        remaining = deadline.time_left
         waiting = {ref: rank for rank, ref in enumerate(refs)}
         results: dict[int, Any] = {}
         failures: dict[int, RayError] = {}

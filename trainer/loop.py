@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from keel.configs.schema import Config, RunConfig
-from keel.rl.futures import then
+from keel.rl.futures import never_abort, then, wait_for
 from keel.rl.metrics import Mean, Metric, Sum, merge
 from keel.rl.summary import evaluation, sampled_tokens, summarize
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, StepResult
-from keel.trainer.batch_stream import BatchStream, SamplingProgress, never_abort, wait_for
+from keel.trainer.batch_stream import BatchStream
 from keel.trainer.guard import RunGuard, RunJournal, Save
 
 _IDLE = ("rollout", "reward")
@@ -164,7 +164,7 @@ def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
         for name, prompts in parts.heldout.items()
     }
     every = [future for futures in scored.values() for future in futures]
-    progress = SamplingProgress(config, len(every), config.eval.samples, parts.decoding_steps)
+    progress = _SamplingProgress(config, len(every), config.eval.samples, parts.decoding_steps)
 
     def tick() -> bool:
         parts.journal.reach(*progress.estimate(sum(future.done() for future in every)))
@@ -181,6 +181,28 @@ def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
     finally:
         for future in every:
             future.cancel()
+
+
+class _SamplingProgress:
+    """Estimates how much of a batch has been sampled, based on the finished prompts or the engines'
+    decoding steps, whichever is further along."""
+
+    def __init__(
+        self, config: Config, prompts: int, samples: int, count_steps: Callable[[], int] | None
+    ) -> None:
+        """`count_steps` returns the number of decoding steps so far. It is ignored if the run has
+        environments, because the number of turns in an episode can't be predicted."""
+        rollout, completions = config.rollout, prompts * samples
+        waves = -(-completions // (rollout.max_num_seqs * rollout.engines))
+        self._most = min(rollout.engines, completions) * waves * rollout.sampling.max_tokens
+        self._prompts, self._count = prompts, None if config.with_agents else count_steps
+        self._before = self._count() if self._count else 0
+
+    def estimate(self, finished: int) -> tuple[int, int, str]:
+        steps = min(self._count() - self._before, self._most) if self._count else 0
+        if steps * self._prompts > finished * self._most:
+            return steps, self._most, "decoding steps"
+        return finished, self._prompts, "prompts"
 
 
 @dataclass(slots=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from keel.configs.schema import Config, SftConfig
+from keel.rl.futures import never_abort
 from keel.rl.metrics import Mean, Metric, Sum, merge
 from keel.rl.sft import SftExample, pack_sft
 from keel.rl.types import StepResult
-from keel.trainer.batch_stream import never_abort
 from keel.trainer.guard import RunJournal, Save, Saver
 from keel.trainer.learner import Learner
 from keel.trainer.loop import Clock, evaluation_due

@@ -33,6 +33,7 @@ from keel.examples.small.__main__ import make
 from keel.model import ray_timeouts
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
+from keel.rl.futures import never_abort
 from keel.rl.metrics import Metric, merge
 from keel.rl.packing import TrainBatch
 from keel.rl.sft import SftExample
@@ -41,7 +42,6 @@ from keel.rollout.pool import RolloutPool
 from keel.rollout.ray_engines import ray_pool
 from keel.rollout.spec import EngineSpec
 from keel.trainer import build_agents as agents
-from keel.trainer.batch_stream import never_abort
 from keel.trainer.engine.engine import TrainerEngine
 from keel.trainer.launch import (
     Runtime,

@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def start(model: Path, config: Config) -> Learner:
     learner = Learner(str(model), config, gpu=False, actor_options=lambda rank: {"num_cpus": 0})
-    learner.start(timeout_s=PATIENCE_S)
+    learner.start()
     return learner
 
 

@@ -83,7 +83,7 @@ def test_lost_recordings_drop_their_groups_alone(
         gpu=False,
         actor_options=lambda _: {"num_cpus": 0, "resources": {"node:__internal_head__": 0.01}},
     )
-    learner.start(timeout_s=PATIENCE_S)
+    learner.start()
     here = groups_here()
     learner.step(here)  # so that the checkpoint has the optimizer's state
     (tmp_path / "saved").mkdir()

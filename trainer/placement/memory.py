@@ -498,14 +498,12 @@ def offload_plan(config: Config, memory: Memory, gpu_gib: float, *, shared: bool
     )
 
 
-def staying_gib(config: Config, memory: Memory, plan: OffloadPlan | None = None) -> float:
-    """Return how many GiB a rank keeps on the GPU while an engine samples. Without a `plan`, a rank
-    that offloads is assumed to keep as little as it can."""
-    if config.trainer.offload_while_sampling and plan is None:
+def staying_gib(config: Config, memory: Memory) -> float:
+    """Return how many GiB a rank keeps on the GPU while an engine samples, at least."""
+    if config.trainer.offload_while_sampling:
         return _fixed_gib(config) + _RESIDUE_GIB
     # PyTorch's cached memory stays, too: 23.4 GiB where weights, optimizer and reference are 19.1.
-    held = _held_bytes(memory) - (plan.sampling if plan else 0.0)
-    return _fixed_gib(config) + (held + memory.parts["unused"]) / GIB
+    return _fixed_gib(config) + (_held_bytes(memory) + memory.parts["unused"]) / GIB
 
 
 def _fixed_gib(config: Config) -> float:

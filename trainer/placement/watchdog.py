@@ -78,10 +78,10 @@ def has_exited(process: psutil.Process | int) -> bool:
         return True
 
 
-def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+def available_cores() -> int:
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no quota file, or "max"
-        time_us, period_us = map(int, quota.read_text().split())
+        time_us, period_us = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
         cores = min(cores, max(1, time_us // period_us))
     return cores
 

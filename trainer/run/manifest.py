@@ -21,6 +21,7 @@ MANIFEST = "keel_manifest.json"
 _PIECE = 64 * 2**20
 _BLOCK = 2**20
 _SAMPLES = 64  # the number of positions at which a fingerprint samples each file
+_LISTED = 3  # the number of damaged files that a message names
 
 
 class Entry(NamedTuple):
@@ -133,9 +134,9 @@ def check_exported(folder: Path, remedy: str) -> None:
         )
 
 
-def join_problems(problems: list[str], limit: int = 3) -> str:
-    more = len(problems) - limit
-    return "; ".join([*problems[:limit], *[f"and {more} more"] * (more > 0)])
+def join_problems(problems: list[str]) -> str:
+    more = len(problems) - _LISTED
+    return "; ".join([*problems[:_LISTED], *[f"and {more} more"] * (more > 0)])
 
 
 def sizes(folder: Path) -> dict[str, int]:

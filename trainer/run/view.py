@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Mapping
-from typing import Self, TextIO
+from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -35,14 +35,15 @@ _METRICS = (
 """The metrics to show, each with its label and format in the panel and its text in a plain line."""
 _TIMES = (("sampling", "rollout"), ("reward", "reward"), ("training", "train"), ("weights", "sync"))
 _BARS = "▁▂▃▄▅▆▇█"
+_CURVE_WIDTH = 40
 _ECHO = 4  # the number of columns that two echoed `^C` take up
 
 
 class View:
     """Prints a line per step, plus a line every 30 seconds during longer activities."""
 
-    def __init__(self, steps: int, stream: TextIO | None = None) -> None:
-        self._steps, self._stream = steps, stream or sys.stdout
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
         self._wait = Wait("starting", quiet=True)
         self._first: tuple[int, float] | None = None
 
@@ -64,7 +65,7 @@ class View:
         self.say("  ".join(line))
 
     def say(self, text: str) -> None:
-        print_line(text, self._stream)
+        print_line(text)
 
     def _time_left(self, step: int) -> str:
         now = time.monotonic()
@@ -157,10 +158,9 @@ class _LiveView(View):
         return Group(*rows)
 
 
-def open_view(title: str, steps: int, stream: TextIO | None = None) -> View:
+def open_view(title: str, steps: int) -> View:
     """Return a live panel if the output is a terminal, or else a view that prints plain lines."""
-    output = stream or sys.stdout
-    return _LiveView(title, steps) if output.isatty() else View(steps, output)
+    return _LiveView(title, steps) if sys.stdout.isatty() else View(steps)
 
 
 def _held_out(numbers: Mapping[str, float]) -> dict[str, float]:
@@ -181,8 +181,8 @@ def _list_problems(numbers: Mapping[str, float]) -> list[str]:
     return notes
 
 
-def _sparkline(series: list[float], width: int = 40) -> str:
-    size = max(1, -(-len(series) // width))
+def _sparkline(series: list[float]) -> str:
+    size = max(1, -(-len(series) // _CURVE_WIDTH))
     chunks = [series[i : i + size] for i in range(0, len(series), size)]
     means = [sum(chunk) / len(chunk) for chunk in chunks]
     low, high = min(means), max(means)
