@@ -89,9 +89,9 @@ class Shape:
     tied: bool = True
     """Whether the head is the embedding."""
     max_context: int = 4096
-    spread: float = 0.02
-    """Standard deviation of the layers' matrices. Narrow models need a larger one, or sampling
-    repeats one token forever."""
+    initializer_range: float = 0.02
+    """Standard deviation of the initial weights. Narrow models need a larger value, because
+    otherwise sampling repeats a single token."""
 
     @property
     def parameters(self) -> int:
@@ -110,7 +110,7 @@ class Shape:
             num_key_value_heads=self.kv_heads,
             head_dim=self.head_dim,
             max_position_embeddings=self.max_context,
-            initializer_range=self.spread,
+            initializer_range=self.initializer_range,
             tie_word_embeddings=self.tied,
             dtype="bfloat16",
         )

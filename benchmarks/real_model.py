@@ -5,15 +5,15 @@
     python -m benchmarks.real_model --model tiny --out OUT --small --arms keel --steps 2    # a CPU
     python -m benchmarks.real_model --out OUT --report
 
-The reward is 1 if the last number of a completion is right. `--tasks arithmetic` asks for sums,
-differences and products of two numbers, and `hard` is a mixture of reasoning_gym's families. The
-stabilisers' arms (`stale-…`, `cut-…`) come in pairs with and without one of them. TRL's arms need
+The reward is 1 if the last number in the completion is correct. `--tasks arithmetic` asks for sums,
+differences and products of two numbers; `hard` mixes five tasks of reasoning_gym. Arms that test a
+stabiliser (`stale-…`, `cut-…`) come in pairs, with and without it. TRL's arms need
 requirements/peers.txt, and trl-lora needs peft.
 
-Every run is a process of its own, `--parallel` at a time, spread over the visible GPUs. Each step
-is at once a line of OUT/<tasks>-<arm>-<seed>.jsonl, and the last line tells how the run ended. Runs
-with all their steps are skipped. Times and memory are comparable only if runs do not share a GPU.
-`--report` prints a table and writes OUT/curves.jsonl.
+Each run is a separate process. Up to `--parallel` runs are distributed over the visible GPUs. Each
+step is appended to OUT/<tasks>-<arm>-<seed>.jsonl when it ends, and the last line records how the
+run ended. Completed runs are skipped. Compare times and memory only between runs that had a GPU to
+themselves. `--report` prints a table and writes OUT/curves.jsonl.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from benchmarks.real_tasks import TASKS, calculator_knobs, write_prompts
 
 RANK = 16
 WARMUP = 2
-"""Steps left out of the seconds per step."""
+"""Number of first steps to exclude from the time per step."""
 T_95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
 """Two-sided 95 % quantiles of Student's t by degrees of freedom."""
 SHOWN = {
@@ -102,7 +102,7 @@ class Run:
 def workload_of(run: Run, options: argparse.Namespace) -> Workload:
     arm = ARMS[run.arm]
     workload = Workload(
-        shape=SMALL.shape,  # of no use here
+        shape=SMALL.shape,  # unused
         prompts_per_step=options.prompts,
         group_size=options.group,
         prompt_tokens=options.prompt_tokens,
@@ -306,15 +306,15 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32, help="prompts per step")
     parser.add_argument("--group", type=int, default=8, help="completions per prompt")
     parser.add_argument("--tokens", type=int, default=96, help="tokens per completion")
-    parser.add_argument("--prompt-tokens", type=int, default=192, help="limit of a prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=192, help="maximum tokens per prompt")
     parser.add_argument("--small", action="store_true", help="4 × 2 completions of 16 tokens")
-    parser.add_argument("--parallel", type=int, default=1, help="runs at once")
+    parser.add_argument("--parallel", type=int, default=1, help="number of concurrent runs")
     parser.add_argument("--gib", type=float, default=0.0, help="`run.gpu_gib` of Keel's arms")
-    parser.add_argument("--seconds", type=float, default=1e9, help="time limit for everything")
-    parser.add_argument("--run-s", type=float, default=1e9, help="time limit for one run")
+    parser.add_argument("--seconds", type=float, default=1e9, help="time limit for all runs")
+    parser.add_argument("--run-s", type=float, default=1e9, help="time limit per run")
     parser.add_argument("--set", action="append", default=[], metavar="key=value")
-    parser.add_argument("--report", action="store_true", help="only read what is in --out")
-    parser.add_argument("--last", type=int, default=10, help="steps at the end of the table")
+    parser.add_argument("--report", action="store_true", help="print the report without running")
+    parser.add_argument("--last", type=int, default=10, help="steps to average at both ends")
     options = parser.parse_args()
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)

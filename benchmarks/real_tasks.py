@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 ROWS = 4000
-MOST_LETTERS = 240
-"""Longer questions are left out."""
+MAX_CHARACTERS = 240
+"""Maximum length of a question. Longer ones are skipped."""
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gcd": {"max_value": 100},
     "lcm": {"max_value": 20},
@@ -20,7 +20,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "letter_counting": {"min_words": 3, "max_words": 6},
     "number_sequence": {},
 }
-"""reasoning_gym's families of `hard` and their parameters."""
+"""Tasks of reasoning_gym in `hard`, with their parameters."""
 
 
 def arithmetic(count: int) -> Iterator[tuple[str, str]]:
@@ -35,20 +35,20 @@ def arithmetic(count: int) -> Iterator[tuple[str, str]]:
         if (a, sign, b) in seen:
             continue
         seen.add((a, sign, b))
-        way = draw.choice(
+        template = draw.choice(
             ("What is {0} {3} {2}?", "Compute {0} {1} {2}.", "Calculate {0} {3} {2}, please.")
         )
         answer = {"+": a + b, "-": a - b, "*": a * b}[sign]
-        yield way.format(a, sign, b, words[sign]), str(answer)
+        yield template.format(a, sign, b, words[sign]), str(answer)
 
 
 def hard(count: int) -> Iterator[tuple[str, str]]:
-    """Yield questions of all `FAMILIES` in turn, and their answers."""
+    """Yield questions and answers of all tasks in `FAMILIES`, in turn."""
     from keel.data.procedural import build_task  # noqa: PLC0415
 
     each = [build_task(name, knobs, count, 7, name) for name, knobs in FAMILIES.items()]
     entries = (dataset[index] for index in range(count) for dataset in each)
-    short = (entry for entry in entries if len(entry["question"]) <= MOST_LETTERS)
+    short = (entry for entry in entries if len(entry["question"]) <= MAX_CHARACTERS)
     for entry in islice(short, count):
         yield str(entry["question"]), str(entry["answer"])
 
@@ -77,7 +77,7 @@ EXAMPLE = (
     ("user", "45 + 18 = 63"),
     ("assistant", "The answer is 63."),
 )
-"""Shows the policy how to call the calculator."""
+"""Conversation at the start of each episode that demonstrates a calculator call."""
 _CALL = re.compile(r"calc\(([^()]*)\)")
 _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,

@@ -148,7 +148,7 @@ SMALL = Workload(
         kv_heads=2,
         head_dim=32,
         max_context=256,
-        spread=0.15,
+        initializer_range=0.15,
     ),
     prompts_per_step=4,
     group_size=4,
