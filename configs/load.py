@@ -97,7 +97,7 @@ def _tree(
             for knob, one in split_section(root, steps, value):
                 _set_knob(tree, where, knob, one, origin)
         if root is Config:
-            tree = _with_auto(_with_eval_file(tree, where))
+            tree = _with_eval_file(tree, where)
         texts = list(_strings(tree))
         for key, text in texts:
             if _RESOLVER.search(text):
@@ -145,24 +145,15 @@ def _mapping(value: Any) -> dict[str, Any]:
     return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
-def _with_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Set every knob in `AUTO_KNOBS` to `auto` unless the recipe sets it."""
-    complete = dict(tree)
-    for section, _, name in (knob.partition(".") for knob in AUTO_KNOBS):
-        knobs = complete.get(section, {})
-        if isinstance(knobs, dict):
-            complete[section] = {name: AUTO, **cast(dict[str, Any], knobs)}
-    return complete
-
-
 def _without_auto(tree: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Remove the knobs that are `auto`, and also return their names. If the recipe's other knobs
-    rule out a default, the smallest valid value is set instead."""
+    """Remove the knobs that are `auto`, and return their names along with those that the recipe
+    doesn't set. If its other knobs rule out a default, the smallest valid value is set instead."""
     rest, auto = dict(tree), set[str]()
     for knob in AUTO_KNOBS:
         section, _, name = knob.partition(".")
-        if _mapping(rest.get(section)).get(name) == AUTO:
-            rest[section] = {k: v for k, v in rest[section].items() if k != name}
+        knobs: Any = rest.get(section, {})
+        if isinstance(knobs, dict) and knobs.get(name, AUTO) == AUTO:
+            rest[section] = {k: v for k, v in cast(dict[str, Any], knobs).items() if k != name}
             auto.add(knob)
     for knob, value in _smallest_valid(rest).items():
         section, _, name = knob.partition(".")
@@ -217,7 +208,8 @@ def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield from _strings(inner, f"{key}.{name}".lstrip("."))
 
 
-def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(section: type[Section], tree: dict[str, Any]) -> dict[str, Any]:
+    """Add the defaults of all knobs, to which references may refer."""
     hints, complete = knob_types(section), dict(tree)
     for field in fields(section):
         inner = section_type(hints[field.name])
@@ -225,7 +217,8 @@ def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
         if inner is not None and inner is hints[field.name] and isinstance(value, dict):
             complete[field.name] = _with_defaults(inner, cast(dict[str, Any], value))
         elif field.name not in tree and inner is None and field.default is not MISSING:
-            default: Any = field.default
+            auto = f"{section.PATH}.{field.name}" in AUTO_KNOBS
+            default: Any = AUTO if auto else field.default
             complete[field.name] = list(default) if isinstance(default, tuple) else default
     return complete
 
