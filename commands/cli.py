@@ -285,7 +285,7 @@ _LIGHT: Mapping[str, tuple[str, Callable[[Any, argparse.Namespace], Any]]] = {
     "doctor": ("commands.doctor", lambda module, _: module.doctor()),
     "knobs": ("commands.reference", lambda module, a: module.describe(" ".join(a.name))),
     "new": ("commands.new", lambda module, a: module.new(a, lambda path: main(["check", path]))),
-    "recipes": ("configs.paths", lambda module, a: module.list_recipes(a.name)),
+    "recipes": ("commands.reference", lambda module, a: module.list_recipes(a.name)),
     "report": ("commands.report.page", lambda module, a: module.report(a.run, a.out)),
     "serve": ("commands.serve", _run_serve),
     "synthesize": ("commands.synthesize", lambda module, a: module.synthesize(a.config)),

@@ -1,4 +1,5 @@
-"""`keel knobs NAME`: describe knobs and metrics. Also generates reference pages in docs/.
+"""`keel knobs NAME`: describe knobs and metrics. `keel recipes`: list recipes. Also generates
+reference pages in docs/.
 
 python -m keel.commands.reference   # writes docs/knobs.md and docs/metrics.md
 """
@@ -20,6 +21,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 from keel.configs.convert import knob_types, section_type, suggest
 from keel.configs.diff import is_resumable
 from keel.configs.distillation import DistillConfig
+from keel.configs.paths import HARDWARE, RECIPES, shipped_recipes, suggest_recipe
 from keel.configs.schema import AUTO, AUTO_KNOBS, Config
 from keel.configs.sections.base import ConfigError, bounds_of
 from keel.configs.synthesis import SynthesisConfig, affects_tasks
@@ -327,6 +329,38 @@ def _rows(rows: Mapping[str, str]) -> str:
         break_on_hyphens=False,
     )
     return "\n".join(wrapper.fill(f"  {name:<{wide}}{text}") for name, text in rows.items())
+
+
+_FOLDERS = {
+    "": "Recipes for keel train, eval and filter (sft-…: keel sft; pretrain-…: keel pretrain)",
+    HARDWARE: "Recipes for common models and machines, on GSM8K unless you set data.sources",
+    "distill/": "Recipes for keel distill",
+}
+"""Maps each folder of recipes to its heading."""
+_FOOTER = (
+    "keel recipes NAME prints one. Base your own on it with `defaults: NAME`. Estimates are for "
+    "H200s, by keel check."
+)
+
+
+def list_recipes(name: str = "") -> str:
+    """List all recipes with their descriptions, or return the text of the recipe `name`. Raises
+    ConfigError if there is no such recipe."""
+    if name:
+        for folder in _FOLDERS:
+            if file := shipped_recipes(folder).get(name):
+                return f"# {file}\n{file.read_text(encoding='utf-8').rstrip()}"
+        raise ConfigError(f"{name}: no such recipe{suggest_recipe(Path(name), '')}")
+    parts: list[str] = []
+    for folder, title in _FOLDERS.items():
+        files = sorted(RECIPES.glob(f"{folder}*.yaml"))
+        parts += [title, _rows({file.stem: _about(file) for file in files}), ""]
+    return "\n".join([*parts, textwrap.fill(_FOOTER, _width())])
+
+
+def _about(recipe: Path) -> str:
+    first_line, *_ = recipe.read_text(encoding="utf-8").splitlines()
+    return first_line.removeprefix("# ").rstrip(".")
 
 
 _KNOBS = """# Knobs

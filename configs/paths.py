@@ -2,10 +2,6 @@
 
 import difflib
 import os
-import re
-import shutil
-import textwrap
-from collections.abc import Mapping
 from pathlib import Path
 
 from keel.configs.sections.base import ConfigError
@@ -65,26 +61,17 @@ def write_whole(path: Path, content: str | bytes) -> None:
     partial.replace(path)
 
 
-_RECIPES = _PACKAGE.resolve() / "recipes"
-_HARDWARE = "hardware/"
-_FOLDERS: Mapping[str, str] = {
-    "": "Recipes for keel train, eval and filter (sft-…: keel sft; pretrain-…: keel pretrain)",
-    _HARDWARE: "Recipes for common models and machines, on GSM8K unless you set data.sources",
-    "distill/": "Recipes for keel distill",
-}
-"""Maps each folder of recipes to its heading. A bare name refers to a recipe in the command's
-folder. The first folder also includes `hardware/`."""
-_FOOTER = (
-    "keel recipes NAME prints one. Base your own on it with `defaults: NAME`. Estimates are for "
-    "H200s, by keel check."
-)
+RECIPES = _PACKAGE.resolve() / "recipes"
+"""Folder of the recipes that come with Keel."""
+HARDWARE = "hardware/"
+"""Subfolder of recipes for common models and machines."""
 
 
 def shipped_recipes(folder: str = "") -> dict[str, Path]:
     """Return the recipes that come with Keel for a command, as a mapping from bare names to
-    files."""
-    folders = (folder,) if folder else (folder, _HARDWARE)
-    files = sorted(file for each in folders for file in _RECIPES.glob(f"{each}*.yaml"))
+    files. `folder` is the command's subfolder. Without one, `HARDWARE` is included."""
+    folders = (folder,) if folder else (folder, HARDWARE)
+    files = sorted(file for each in folders for file in RECIPES.glob(f"{each}*.yaml"))
     return {file.stem: file for file in files}
 
 
@@ -112,48 +99,16 @@ def read_recipe(path: Path, folder: str) -> str:
     """Read a recipe file. Raises ConfigError with a suggestion if the file doesn't exist."""
     if not path.is_file():
         problem = "is a folder; name a YAML file" if path.is_dir() else "no such file"
-        raise ConfigError(f"{path}: {problem}{_hint(path, folder)}")
+        raise ConfigError(f"{path}: {problem}{suggest_recipe(path, folder)}")
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
 
 
-def _hint(path: Path, folder: str) -> str:
+def suggest_recipe(path: Path, folder: str) -> str:
     here = [file.name for file in path.parent.glob("*.y*ml")]
     near = difflib.get_close_matches(path.name, [*here, *shipped_recipes(folder)], n=1)
     if near:
         return f"; did you mean {near[0]}?"
     return "; keel recipes lists those that come with Keel"
-
-
-def list_recipes(name: str = "") -> str:
-    """List all recipes with their descriptions, or return the text of the recipe `name`. Raises
-    ConfigError if there is no such recipe."""
-    if name:
-        for folder in _FOLDERS:
-            if file := shipped_recipes(folder).get(name):
-                return f"# {file}\n{file.read_text(encoding='utf-8').rstrip()}"
-        raise ConfigError(f"{name}: no such recipe{_hint(Path(name), '')}")
-    width = min(100, shutil.get_terminal_size().columns)
-    parts: list[str] = []
-    for folder, title in _FOLDERS.items():
-        files = sorted(_RECIPES.glob(f"{folder}*.yaml"))
-        wide = max(len(file.stem) for file in files) + 4
-        parts.append(title)
-        for file in files:
-            head, indent = f"  {file.stem}".ljust(wide), " " * wide
-            parts += textwrap.wrap(
-                _about(file), width, initial_indent=head, subsequent_indent=indent
-            )
-        parts.append("")
-    return "\n".join([*parts, textwrap.fill(_FOOTER, width)])
-
-
-def _about(file: Path) -> str:
-    words: list[str] = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#") or line.startswith("#   "):  # a command
-            break
-        words += line.lstrip("# ").split()
-    return re.split(r"(?<=[\w)`])\. (?=[A-Z])", " ".join(words), maxsplit=1)[0].rstrip(".:")
