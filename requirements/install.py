@@ -13,25 +13,17 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from urllib.request import Request, urlopen
 
 HERE = Path(__file__).absolute().parent
-sys.path.insert(0, str(HERE.parent))
-from keel.trainer.run.progress import Wait, waiting  # noqa: E402  standard library alone, too
-
 CPU, DEV, CUDA = (HERE / f"{name}.txt" for name in ("cpu", "dev", "cuda-libraries"))
 PIP = (sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps")
-OTHERS_GB = 0.7  # download size without torch and its libraries
-DISK_GB = {"CPU": 4, "CUDA": 7}
-RAW = (24, 1)
-"""First pip version with machine-readable progress."""
 CURE = """\
-A CPU build is a tenth of that size. To use one, press Ctrl-C, set one of these and run make again:
+pip finds no CPU build of torch, so this installs the CUDA build: 7 GB in .venv instead of 4 GB.
+To use a CPU build, press Ctrl-C, set one of these and run make again:
   export PIP_EXTRA_INDEX_URL=…   CPU index from PyTorch's installation page
   export PIP_FIND_LINKS=…        folder with the wheel"""
 
@@ -95,74 +87,6 @@ def _build(query: tuple[str, ...], entries: list[dict]) -> Build:
     return Build(query=query, version=label, address=address, cuda=cuda)
 
 
-def gigabytes(addresses: Sequence[str]) -> float | None:
-    """Total size of the files in GB (1e9 bytes); None if a server does not report it."""
-    total = 0
-    for address in addresses:
-        try:
-            with urlopen(Request(address, method="HEAD"), timeout=30) as answer:
-                total += int(answer.headers["Content-Length"])
-        except (OSError, TypeError, ValueError):
-            return None
-    return total / 1e9
-
-
-def install(what: str, words: Sequence[str], packages: int = 0) -> int:
-    """Run pip and return its exit status; show its output on failure.
-
-    packages: number of packages for the progress bar; 0: one package, counted in bytes.
-    """
-    raw = tuple(map(int, metadata.version("pip").split(".")[:2])) >= RAW
-    if not packages and not raw:  # pip shows its own progress bar
-        return subprocess.run([*PIP, *words]).returncode
-    command = [*PIP, "--progress-bar", "raw" if raw else "off", *words]
-    output: list[str] = []
-    unit = "packages" if packages else "bytes"
-    with (
-        waiting(what, total=packages, unit=unit) as wait,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as process,
-    ):
-        assert process.stdout is not None
-        for line in process.stdout:
-            if not update_progress(wait, line):
-                output.append(line)
-    if process.returncode:
-        print("".join(output), file=sys.stderr)
-    return process.returncode
-
-
-def update_progress(wait: Wait, line: str) -> bool:
-    """Update the progress from a line of pip's output; return True if the line is progress only."""
-    match line.split():
-        case ["Progress", done, "of", total] if done.isdecimal() and total.isdecimal():
-            if wait.unit == "bytes":
-                wait.done, wait.total = int(done), int(total)
-            return True
-        case ["Collecting" | "Requirement", *_] if wait.unit == "packages":
-            wait.done = min(wait.done + 1, wait.total)
-        case ["Downloading", file, *size]:
-            wait.note = " ".join([file.rpartition("/")[2], *size])
-        case ["Installing", "collected", *_]:
-            wait.total, wait.note = 0, "copying files"
-    return False
-
-
-def announcement(build: Build, size: float | None) -> str:
-    """Describe the chosen build and the size of the download."""
-    if not build.address:
-        return f"torch {build.version} is installed."
-    kind = "CUDA" if build.cuda else "CPU"
-    why = " with its libraries, because pip finds no CPU build" if build.cuda else ""
-    amount = "a download of unknown size" if size is None else f"{size:.1f} GB to download"
-    lines = [
-        f"torch {build.version}, the {kind} build{why}: {amount}, and {OTHERS_GB} GB of other "
-        f"packages; .venv takes {DISK_GB[kind]} GB."
-    ]
-    return "\n".join(lines + [CURE] * build.cuda)
-
-
 def put_on_path(site: Path) -> None:
     """Put the checkout's package on the path of the environment with this site-packages.
 
@@ -177,34 +101,25 @@ def put_on_path(site: Path) -> None:
     (site / "keel-checkout.pth").write_text(f"{folder.name}\n")
 
 
-def of(path: Path) -> tuple[str, str]:
-    return "--requirement", str(path)
-
-
 def main() -> None:
-    version = pinned(CPU)["torch"]
     try:
-        build = choose(version)
-        libraries = find("--requirement", str(CUDA)) if build.cuda else []
+        build = choose(pinned(CPU)["torch"])
     except LookupError as error:
-        sys.exit(f"{error}\npip could not find packages that Keel needs; see the message above.")
-    files = [build.address] * bool(build.address) + [
-        entry["download_info"]["url"] for entry in libraries
-    ]
-    print(announcement(build, gigabytes(files)), flush=True)
-
+        sys.exit(f"{error}\npip could not find torch; see the message above.")
+    if build.cuda and build.address:
+        print(CURE, flush=True)
     tools = [f"{name}=={(pinned(CPU) | pinned(DEV))[name]}" for name in ("setuptools", "wheel")]
-    packages = len(pinned(CPU)) + len(pinned(DEV))
+    libraries = ["--requirement", str(CUDA)]
     steps = [  # setuptools builds the source packages
-        ("installing setuptools", tools, len(tools)),
-        ("installing torch", build.query, 0),
-        *([("installing CUDA libraries", of(CUDA), len(libraries))] if build.cuda else []),
-        ("installing the other packages", (*of(CPU), *of(DEV)), packages),
-        ("installing Keel", ("--no-build-isolation", "--editable", str(HERE.parent)), 0),
+        ("setuptools", tools),
+        (f"torch {build.version}", [*build.query, *(libraries if build.cuda else [])]),
+        ("the other packages", ["--requirement", str(CPU), "--requirement", str(DEV)]),
+        ("Keel", ["--no-build-isolation", "--editable", str(HERE.parent)]),
     ]
-    for what, words, count in steps:
-        if install(what, words, count):
-            sys.exit(f"pip could not install {' '.join(words)}: see its message above")
+    for what, words in steps:
+        print(f"installing {what}", flush=True)
+        if subprocess.run([*PIP, *words]).returncode:
+            sys.exit(f"pip could not install {what}: see its message above")
     put_on_path(Path(sysconfig.get_path("purelib")))
     if subprocess.run([sys.executable, "-c", "import torch"]).returncode:
         sys.exit(

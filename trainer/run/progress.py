@@ -1,7 +1,6 @@
 """Show the progress of long waits as a live line on a terminal, and as plain lines elsewhere.
 
-Plain lines are printed after one second and then every 30 seconds. This module must work without
-rich, because `make install` runs it in an empty environment.
+Plain lines are printed after one second and then every 30 seconds.
 """
 
 import sys
