@@ -207,6 +207,7 @@ class Checkpoints:
                 ]
                 tensors = {_MASTER: master.flat}
                 taken = [steps[s.rank][s.tensor] for s in sources if s.tensor in steps[s.rank]]
+                self._adam.state.pop(master.tensor, None)  # stays empty before the first update
                 if taken:
                     fused = any(group.get("fused") for group in self._adam.param_groups)
                     device = master.tensor.device if fused else "cpu"

@@ -61,14 +61,18 @@ def training(stage: int, **changes: Any) -> Scenario:
 
 
 def resumed(stage: int, **changes: Any) -> Scenario:
-    """Train without interruption, and from a checkpoint, which another model refuses to load."""
+    """Train without interruption, from a checkpoint, which another model refuses to load, and then
+    again from a checkpoint made before the first step."""
 
     def run(ranks: Ranks) -> Result:
         config = make_config(ranks.world_size, stage, tokens=TIGHT, **changes)
         saved = ranks.folder / f"saved-{ranks.world_size}-{next(ranks.serial)}"
+        untrained = saved.with_name(f"{saved.name}-untrained")
         if ranks.rank == 0:
             saved.mkdir()
+            untrained.mkdir()
         straight = ranks.engine(config)
+        straight.save(untrained)
         ranks.train(straight, config, range(SAVED_AFTER))
         straight.save(saved)
         ranks.train(straight, config, range(SAVED_AFTER, STEPS))
@@ -77,11 +81,15 @@ def resumed(stage: int, **changes: Any) -> Scenario:
         later.load(saved)
         numbers = (later.steps, later.version)
         ranks.train(later, config, range(SAVED_AFTER, STEPS))
+        resumed = ranks.published(later)
+        later.load(untrained)
+        ranks.train(later, config, range(STEPS))
         with pytest.raises(ValueError, match=f"{saved}: lm_head") as refused:
             ranks.engine(config, "tied").load(saved)
         return {
             "straight": ranks.published(straight),
-            "resumed": ranks.published(later),
+            "resumed": resumed,
+            "repeated": ranks.published(later),
             "loaded": numbers,
             "refused": str(refused.value),
         }

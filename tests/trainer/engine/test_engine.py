@@ -119,6 +119,7 @@ def test_resume_is_exact(results: dict[str, Any], name: str) -> None:
     result = results[f"resumed {name}"]
     assert result["loaded"] == (SAVED_AFTER, SAVED_AFTER)
     same(result["resumed"], result["straight"], atol=0)
+    same(result["repeated"], result["straight"], atol=0)
     assert "lm_head.weight" in result["refused"]
 
 
