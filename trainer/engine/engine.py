@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store
 from transformers import PreTrainedModel
 
-from keel.configs.schema import AlgorithmConfig, Config
+from keel.configs.schema import Config
 from keel.model.load import load_policy
 from keel.model.lora import add_adapters, save_adapter
 from keel.model.routing import router_modules
@@ -51,7 +51,13 @@ from keel.trainer.engine.deepspeed_internals import (
 )
 from keel.trainer.engine.expert_parallel import ExpertLayers, clip_gradients
 from keel.trainer.engine.offload import NoOffload, Offload
-from keel.trainer.engine.policy import Inputs, PolicyNetwork, References, seen_tokens
+from keel.trainer.engine.policy import (
+    Inputs,
+    PolicyNetwork,
+    PolicyOutput,
+    References,
+    seen_tokens,
+)
 from keel.trainer.engine.weights import (
     Weights,
     build_from_outline,
@@ -90,15 +96,13 @@ class SplitGaps:
             self._totals.add(logp, inputs.logp_old_R, inputs.split_S[inputs.sequence_R])
 
     def begin_step(self) -> None:
-        """Compute the mean gaps from the trajectories added so far, for use during the step.
-        Collective."""
+        """Compute the mean gaps before the step from everything added so far. Collective."""
         self._before_P = self._all_reduce_means()
         self._totals = GapTotals(self._count, self._before_P.device)
 
-    def before_step(self, inputs: Inputs) -> Tensor | None:
-        """Return the mean gap of each trajectory in a micro-batch, [S], to pass to
-        `keel.rl.losses.grpo_loss` as `sequence_gap`. Returns None if the micro-batch contains no
-        split trajectories."""
+    def sequence_gap(self, inputs: Inputs) -> Tensor | None:
+        """Return the argument `sequence_gap` [S] of `keel.rl.losses.grpo_loss` for a micro-batch,
+        or None if the micro-batch contains no split trajectories."""
         if inputs.split_S is None:
             return None
         gaps = self._before_P[inputs.split_S.clamp(min=0)]
@@ -115,42 +119,6 @@ class SplitGaps:
         return self._totals.means()
 
 
-def _loss(
-    batch: MicroBatch,
-    inputs: Inputs,
-    logp: Tensor,
-    reference: Tensor | None,
-    total_sequences: int,
-    algorithm: AlgorithmConfig,
-    split: SplitGaps,
-) -> LossOutput:
-    if batch.loss == "nll":
-        return nll_loss(
-            logp,
-            inputs.sequence_R,
-            sequence_tokens=inputs.sequence_tokens_S,
-            total_sequences=total_sequences,
-            sequence_weight=inputs.sequence_weight_S,
-        )
-    used = reference is not None or batch.kl_coef_N.any()
-    return grpo_loss(
-        logp,
-        inputs.logp_old_R,
-        inputs.advantage_R,
-        inputs.sequence_R,
-        sequence_tokens=inputs.sequence_tokens_S,
-        total_sequences=total_sequences,
-        logp_ref=reference,
-        kl_coef=inputs.kl_coef_R if used else 0.0,  # a float avoids a device synchronisation
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        mask_delta=algorithm.mask_delta,
-        kl=algorithm.kl,
-        sequence_weight=inputs.sequence_weight_S,
-        sequence_gap=split.before_step(inputs),
-    )
-
-
 def mass_penalty(
     inputs: Inputs, log_mass: Tensor, total_sequences: int, config: Config
 ) -> tuple[Tensor, Tensor]:
@@ -159,7 +127,7 @@ def mass_penalty(
 
     c/B Σ_i w_i/|o_i| Σ_t max(0, log top_p² − log m_t)
 
-    `log_mass` [m] covers this rank's shard of the row. Masks that top-k may have cut (`_CUT`) are
+    `log_mass` [M] covers this rank's shard of the row. Masks that top-k may have cut (`_CUT`) are
     skipped, because their probability at sampling time is unknown. Also returns the float32 totals
     [4] that `_mass_metrics` needs.
     """
@@ -336,114 +304,111 @@ class TrainerEngine:
         """Return `nll` for a batch of conversations, plus `indexer/held` during the indexer
         warmup."""
         self._offload.load()
-        scored = [self._score(micro_batch)[1:] for micro_batch in batch.micro_batches]
-        parts = [_indexer_metrics(held) for _, held in scored]
-        if self._shard.rank == 0:  # its group has the same log-probabilities
-            parts += [{"nll": Mean(-float(logp.double().sum()), len(logp))} for logp, _ in scored]
+        parts: list[dict[str, Metric]] = []
+        for micro_batch in batch.micro_batches:
+            _, logp, held = self._score(micro_batch)
+            parts.append(_indexer_metrics(held))
+            if self._shard.rank == 0:  # its group has the same log-probabilities
+                parts.append({"nll": Mean(-float(logp.double().sum()), len(logp))})
         return merge(parts)
 
     def _update(self, batch: TrainBatch) -> dict[str, Metric]:
+        """Take one optimizer step: sum the gradients of all micro-batches, then update the
+        weights."""
         algorithm = self._config.algorithm
         auxiliary = algorithm.kept_mass_coef > 0 or self._network.learning_indexers > 0
         if not batch.signal and (algorithm.skip_uniform_groups or not auxiliary):
             # Momentum and weight decay would move the weights, so Adam does not step. The version
             # counts, so that engines and trainer agree on it.
             self.version += 1
-            counts: dict[str, Metric] = {
-                "train/skipped_steps": Sum(0.0),
-                "train/skipped_no_signal": Sum(1.0),
-            }
-            return counts if self._rank == 0 else {}
-        pending: list[Callable[[], dict[str, Metric]]] = []
+            return self._count_skips(non_finite=False, no_signal=True)
         self._offload.before_gradients()
-        split = self._split_gaps(batch)
-        for index, micro_batch in enumerate(batch.micro_batches, 1):
-            self._engine.set_gradient_accumulation_boundary(index == len(batch.micro_batches))
-            pending.append(self._accumulate(micro_batch, batch, split))
+        gaps = self._split_gaps(batch)
+        last = len(batch.micro_batches) - 1
+        # The metrics are read after the update, so that the host does not wait for the device.
+        pending: list[Callable[[], dict[str, Metric]]] = []
+        for index, micro_batch in enumerate(batch.micro_batches):
+            self._engine.set_gradient_accumulation_boundary(index == last)
+            pending.append(self._forward_backward(micro_batch, batch, gaps))
         self._updated = True
-        norm, own = self._apply_gradients()
-        parts = [metrics() for metrics in pending]
-        if algorithm.mask_delta is not None:
-            parts.append(split.end_step())
+        norm, indexer_norm = self._apply_gradients()
         self.version += 1
-        skipped = self._skips.count(norm + own, self.version)
+        parts = [read_metrics() for read_metrics in pending]
+        if algorithm.mask_delta is not None:
+            parts.append(gaps.end_step())
+        skipped = self._skips.count(norm + indexer_norm, self.version)
+        parts.append(self._count_skips(non_finite=skipped, no_signal=False))
         if skipped and (self.gave_up or not self._scaled):
-            self._examine(batch)
+            self._find_non_finite(batch)
         if self._rank == 0:
-            parts.append({"train/skipped_steps": Sum(float(skipped))})
-            parts.append({"train/skipped_no_signal": Sum(0.0)})
             if self._scaled:
                 optimizer: Any = self._engine.optimizer
                 parts.append({"train/loss_scale": Mean(float(optimizer.loss_scale), 1)})
-            norms = {"grad_norm": norm} | ({"indexer/grad_norm": own} if self._apart else {})
-            parts.append({} if skipped else {k: Mean(value, 1) for k, value in norms.items()})
+            if not skipped:
+                parts.append({"grad_norm": Mean(norm, 1)})
+            if not skipped and self._apart:
+                parts.append({"indexer/grad_norm": Mean(indexer_norm, 1)})
         return merge(parts)
 
-    def _examine(self, batch: TrainBatch) -> None:
-        """Rerun a skipped step's forward and backward passes to find the tokens that caused the
-        skip. The weights are not updated."""
-        self._offload.before_gradients()
-        split = self._split_gaps(batch)
-        tracer = NanTracer(self._traced_layers)
-        self._engine.set_gradient_accumulation_boundary(False)
-        for micro_batch in batch.micro_batches:
-            with tracer.trace(micro_batch, self._shard.bounds(len(micro_batch.token_ids_N))[0]):
-                self._accumulate(micro_batch, batch, split, tracer)
-        # A non-finite loss makes all ranks skip again and drop what DeepSpeed has accumulated.
-        self._engine.set_gradient_accumulation_boundary(True)
-        tracer.factor = math.nan
-        self._accumulate(batch.micro_batches[0], batch, split, tracer)
-        self._apply_gradients()
-        self.findings += tracer.findings
+    def _count_skips(self, *, non_finite: bool, no_signal: bool) -> dict[str, Metric]:
+        if self._rank > 0:
+            return {}
+        return {
+            "train/skipped_steps": Sum(float(non_finite)),
+            "train/skipped_no_signal": Sum(float(no_signal)),
+        }
 
-    def _accumulate(
+    def _forward_backward(
         self,
         micro_batch: MicroBatch,
         batch: TrainBatch,
-        split: SplitGaps,
+        gaps: SplitGaps,
         tracer: NanTracer | None = None,
     ) -> Callable[[], dict[str, Metric]]:
-        """Run the forward and backward passes of one micro-batch. Returns a function that waits for
-        the device and returns the metrics."""
-        config = self._config
+        """Add a micro-batch's gradients to those of the step. Returns a function that waits for the
+        device and returns the metrics."""
+        config, network = self._config, self._network
         inputs = Inputs.of(micro_batch, self.device, self._shard, probes=config.algorithm.probes)
         reference = self._references.logp(inputs)
-        with self._network.keep_routing(inputs, enabled=self._replays) as replay:
-            logp, entropy, log_mass, indexers, held = self._engine(inputs=inputs)
+        with network.keep_routing(inputs, enabled=self._replays) as replay:
+            output: PolicyOutput = self._engine(inputs=inputs)
             if inputs.padding:
                 # Zero gradients for every parameter, so that all ranks reduce the same set.
-                self._engine.backward(logp.sum() + log_mass.sum() + 0 * indexers)
+                nothing = output.logp.sum() + output.log_mass.sum() + 0 * output.indexer_loss
+                self._engine.backward(nothing)
                 return dict
-            logp, reference = inputs.gather(logp, reference)
-            output = _loss(
-                micro_batch, inputs, logp, reference, batch.total_sequences, config.algorithm, split
-            )
-            split.add(inputs, logp)
-            penalty, masses = mass_penalty(inputs, log_mass, batch.total_sequences, config)
-            loss = output.loss + penalty
-            if self._network.learning_indexers:  # a mean over tokens
-                loss = loss + indexers * (config.trainer.indexer_loss / batch.total_tokens)
+            logp, reference = inputs.gather(output.logp, reference)
+            total = batch.total_sequences
+            policy = self._policy_loss(micro_batch, inputs, logp, reference, total, gaps)
+            gaps.add(inputs, logp)
+            penalty, masses = mass_penalty(inputs, output.log_mass, total, config)
+            loss = policy.loss + penalty
+            if network.learning_indexers:  # a mean over tokens
+                loss = loss + output.indexer_loss * (
+                    config.trainer.indexer_loss / batch.total_tokens
+                )
             if tracer:
                 tracer.observe(logp, reference, inputs.kl_coef_R, loss)
             # A NaN factor makes every gradient NaN if the loss is not finite. All ranks then see a
             # NaN gradient norm and skip the step.
             factor = tracer.factor if tracer else loss.detach() * 0 + 1
             self._engine.backward(loss * (factor * self._world_size))
-        # `metrics` must keep neither the graph nor the inputs alive.
-        output, shard = replace(output, loss=output.loss.detach()), inputs.shard
+        # `read_metrics` must keep neither the graph nor the inputs alive.
+        policy, shard = replace(policy, loss=policy.loss.detach()), inputs.shard
         seen = logp.detach() if micro_batch.watched is not None else None
-        total, count, indexers = entropy.sum(), len(entropy), indexers.detach()
+        entropy, count, held = output.entropy.sum(), len(output.entropy), output.held
+        indexer_loss = output.indexer_loss.detach()
         tokens = inputs.token_ids.shape[1] - inputs.padding_tokens
         unrouted = inputs.unrouted_tokens
 
-        def metrics() -> dict[str, Metric]:
-            values: dict[str, Metric] = {"entropy/kept": Mean(float(total), count)}
+        def read_metrics() -> dict[str, Metric]:
+            values: dict[str, Metric] = {"entropy/kept": Mean(float(entropy), count)}
             values["train/tokens"] = Sum(tokens)
-            if layers := self._network.learning_indexers:
-                values["indexer/kl"] = Mean(float(indexers), tokens * layers)
+            if layers := network.learning_indexers:
+                values["indexer/kl"] = Mean(float(indexer_loss), tokens * layers)
             values |= _indexer_metrics(held) | _mass_metrics(masses)
-            if self._shard.rank == 0:  # its group has the same
-                values |= output.metrics
+            if shard.rank == 0:  # its group has the same
+                values |= policy.metrics
                 if micro_batch.follows is not None:
                     values["train/shared_tokens"] = Sum(micro_batch.shared_tokens)
             if replay is not None:
@@ -452,15 +417,68 @@ class TrainerEngine:
                 self.tokens |= seen_tokens(micro_batch, shard, seen, replay)
             return values
 
-        return metrics
+        return read_metrics
+
+    def _policy_loss(
+        self,
+        micro_batch: MicroBatch,
+        inputs: Inputs,
+        logp: Tensor,
+        reference: Tensor | None,
+        total_sequences: int,
+        gaps: SplitGaps,
+    ) -> LossOutput:
+        if micro_batch.loss == "nll":
+            return nll_loss(
+                logp,
+                inputs.sequence_R,
+                sequence_tokens=inputs.sequence_tokens_S,
+                total_sequences=total_sequences,
+                sequence_weight=inputs.sequence_weight_S,
+            )
+        algorithm = self._config.algorithm
+        with_kl = reference is not None or micro_batch.kl_coef_N.any()
+        return grpo_loss(
+            logp,
+            inputs.logp_old_R,
+            inputs.advantage_R,
+            inputs.sequence_R,
+            sequence_tokens=inputs.sequence_tokens_S,
+            total_sequences=total_sequences,
+            logp_ref=reference,
+            kl_coef=inputs.kl_coef_R if with_kl else 0.0,  # a float avoids a device synchronisation
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            mask_delta=algorithm.mask_delta,
+            kl=algorithm.kl,
+            sequence_weight=inputs.sequence_weight_S,
+            sequence_gap=gaps.sequence_gap(inputs),
+        )
+
+    def _find_non_finite(self, batch: TrainBatch) -> None:
+        """Rerun a skipped step's forward and backward passes to find the tokens that caused the
+        skip. The weights are not updated."""
+        self._offload.before_gradients()
+        gaps = self._split_gaps(batch)
+        tracer = NanTracer(self._traced_layers)
+        self._engine.set_gradient_accumulation_boundary(False)
+        for micro_batch in batch.micro_batches:
+            with tracer.trace(micro_batch, self._shard.bounds(len(micro_batch.token_ids_N))[0]):
+                self._forward_backward(micro_batch, batch, gaps, tracer)
+        # A non-finite loss makes all ranks skip again and drop what DeepSpeed has accumulated.
+        self._engine.set_gradient_accumulation_boundary(True)
+        tracer.factor = math.nan
+        self._forward_backward(batch.micro_batches[0], batch, gaps, tracer)
+        self._apply_gradients()
+        self.findings += tracer.findings
 
     def _score(self, batch: MicroBatch) -> tuple[Inputs, Tensor, Tensor]:
         """Run a forward pass without gradients. Returns the inputs, the log-probabilities [R], and
-        `held` [2] (see `PolicyNetwork.forward`)."""
+        `PolicyOutput.held`."""
         inputs = Inputs.of(batch, self.device, self._shard)
         with torch.no_grad(), self._network.keep_routing(inputs, enabled=self._replays):
-            logp, *_, held = self._engine(inputs=inputs)
-        return inputs, inputs.gather(logp, None)[0], held
+            output: PolicyOutput = self._engine(inputs=inputs)
+        return inputs, inputs.gather(output.logp, None)[0], output.held
 
     def _split_gaps(self, batch: TrainBatch) -> SplitGaps:
         """Score the batch's split trajectories ahead of an optimizer step. Collective."""

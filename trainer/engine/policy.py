@@ -3,6 +3,10 @@
 A packed row stores everything about token t (its probability, sampling mask and advantage) at
 position t, but the network predicts token t at position t−1. `HeadInputs.of`, `Inputs.of` and
 `seen_tokens` account for this shift.
+
+Shapes: under sequence parallelism, several ranks share a row. N counts the tokens of this rank's
+shard of the row, R the sampled tokens of the whole row, r those of the R that this rank predicts,
+and S the trajectories of the row. M counts the probes among the r tokens.
 """
 
 from __future__ import annotations
@@ -44,22 +48,22 @@ Attention = Literal["sparse", "warm-up", "dense"]
 
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
-    """Inputs to the output layer for the n sampled tokens that a rank's shard predicts, in host
-    memory. They depend only on the micro-batch, so all forward passes over it can share them."""
+    """Inputs to the output layer for the sampled tokens that a rank predicts, in host memory. They
+    depend only on the micro-batch, so all forward passes over it can share them."""
 
     rows: Tensor
-    """[n] int64, positions t of the sampled tokens, ascending."""
+    """[r] int64, positions t of the sampled tokens, ascending."""
     hidden_rows: Tensor
-    """[n] int64, positions t−1, where the tokens are predicted, counted from the shard's start."""
+    """[r] int64, positions t−1, where the tokens are predicted, counted from the shard's start."""
     targets: Tensor
     kept_ids: Tensor
     kept_offsets: Tensor
-    """[n+1] int64. If sampling was not truncated, all masks are empty."""
+    """[r+1] int64. If sampling was not truncated, all masks are empty."""
     probes: Tensor
-    """[m] int64, indices into the n tokens: a few tokens per segment for `kept_mass`. The choice
+    """[M] int64, indices into the r tokens: a few tokens per segment for `kept_mass`. The choice
     depends only on the segment's sampled tokens, and not on packing."""
     probe_weight: Tensor
-    """[m] float32, weight w_i / |o_i| from Eq. 5, multiplied by the number of tokens that the probe
+    """[M] float32, weight w_i / |o_i| from Eq. 5, multiplied by the number of tokens that the probe
     represents. A weighted sum over probes therefore estimates a sum over all tokens."""
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -92,9 +96,9 @@ class HeadInputs:
     def logprobs(
         self, hidden_ND: Tensor, head: Callable[..., Any], *, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Compute log π_θ of the n tokens, and the entropy over their masks, with a `SupportHead`.
+        """Compute log π_θ of the r tokens, and the entropy over their masks, with a `SupportHead`.
 
-        `hidden_ND` are the final hidden states, [N, d] or [1, N, d]. Returns two [n] float32
+        `hidden_ND` are the final hidden states, [N, D] or [1, N, D]. Returns two [r] float32
         tensors. The entropy has no gradient. On a rank with only padding, both are empty, but the
         first one is still part of a graph with zero gradients. Include its sum in the loss, so that
         the ZeRO and data-parallel hooks run.
@@ -118,9 +122,9 @@ class HeadInputs:
         temperature: float = 1.0,
     ) -> Tensor:
         """For each probe, compute log Σ_{v∈S} π(v), the log-probability of the whole sampling mask.
-        Returns [m].
+        Returns [M].
 
-        `logp` [n] comes from `logprobs` and is normalized over the masks. A second pass covers the
+        `logp` [r] comes from `logprobs` and is normalized over the masks. A second pass covers the
         whole vocabulary, since π(o) = π(o | S) · Σ_{v∈S} π(v), and gradients flow through both. See
         `keel.rl.offpolicy.kept_mass_shortfall`.
         """
@@ -170,13 +174,11 @@ def _select_masks(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """A micro-batch on the trainer's device: N tokens of this rank's shard of the row, and R
-    sampled tokens of the whole row, in S trajectories.
+    """A micro-batch on the trainer's device. Inputs to the head and the routers stay in host
+    memory, where they are checked.
 
-    Inputs to the head and the routers stay in host memory, where they are checked. Under sequence
-    parallelism, `token_ids`, `positions`, `head` and `*_N*` cover only this rank's shard of the
-    row, whereas `segments` and `*_R` cover the whole row. Everything computed from `head` has r
-    entries, one for each sampled token that this rank predicts (`own_R`).
+    Under sequence parallelism, `token_ids`, `positions`, `head` and `*_N*` cover only this rank's
+    shard of the row, whereas `segments` and `*_R` cover the whole row.
     """
 
     token_ids: Tensor
@@ -188,8 +190,8 @@ class Inputs:
     shard: Slice
     """This rank's shard of the row. The other ranks of `shard.group` have the rest."""
     own_R: slice
-    """The r of the R sampled tokens that this rank's hidden states predict. The other ranks of the
-    group predict the rest."""
+    """The r of the R sampled tokens that this rank predicts. The other ranks of the group predict
+    the rest."""
     unrouted_tokens: int
     """Number of this rank's N tokens that have no recorded routes, because they were never an input
     to an engine. These are padding and the last token of each segment."""
@@ -279,6 +281,21 @@ class Inputs:
         return torch.cat([before, logp, after]), None if reference is None else values[1]
 
 
+class PolicyOutput(NamedTuple):
+    """The float32 results of a forward pass over this rank's shard of a row."""
+
+    logp: Tensor
+    """[r], log-probability of each sampled token among the ids in its sampling mask."""
+    entropy: Tensor
+    """[r], entropy of that distribution, without gradient."""
+    log_mass: Tensor
+    """[M], log mass of the masks of the probes. M = 0 without gradients or masks."""
+    indexer_loss: Tensor
+    """[], loss of the indexers, summed over layers and tokens."""
+    held: Tensor
+    """[2], attention within the indexers' top k (`SparsePass.held`), over all layers."""
+
+
 class PolicyNetwork(nn.Module):
     """A causal language model that computes log-probabilities of sampled tokens without
     materializing the full logits."""
@@ -349,17 +366,7 @@ class PolicyNetwork(nn.Module):
         options = {"context_fn": attention_kept} if keep_attention else {}
         self.model.gradient_checkpointing_enable({"use_reentrant": False, **options})
 
-    def forward(self, *, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Compute log-probabilities of the sampled tokens in this rank's shard of the row.
-
-        Returns five float32 tensors, where r counts the shard's sampled tokens (`Inputs.own_R`):
-
-            logp [r]: log-probability of each sampled token among the ids in its sampling mask
-            entropy [r]: entropy of that distribution, without gradient
-            log_mass [m]: log mass of the masks chosen by `probes`; m = 0 without gradients or masks
-            loss []: loss of the indexers, summed over layers and tokens
-            held [2]: attention within the indexers' top k (`SparsePass.held`), over all layers
-        """
+    def forward(self, *, inputs: Inputs) -> PolicyOutput:
         learning = self.learning_indexers > 0 and torch.is_grad_enabled()
         warming = self._dense and self.learning_indexers > 0  # measured without gradient, too
         sparse = SparsePass(dense=self._dense, loss=learning or warming)
@@ -385,7 +392,7 @@ class PolicyNetwork(nn.Module):
         indexer_loss = sparse.loss_sum() if sparse.losses else hidden.new_zeros(())
         none = hidden.new_zeros(2, dtype=torch.float32)
         held = torch.stack(sparse.held).sum(0) if sparse.held else none
-        return logp, entropy, log_mass, indexer_loss, held
+        return PolicyOutput(logp, entropy, log_mass, indexer_loss, held)
 
     def keep_routing(
         self, inputs: Inputs, *, enabled: bool = True
@@ -411,13 +418,13 @@ class PolicyNetwork(nn.Module):
 
 class _Reference(NamedTuple):
     network: PolicyNetwork
-    forward: Callable[..., tuple[Tensor, ...]]
+    forward: Callable[..., PolicyOutput]
     replays: bool
 
     @torch.no_grad()
     def logp(self, inputs: Inputs) -> Tensor:
         with self.network.keep_routing(inputs, enabled=self.replays):
-            return self.forward(inputs=inputs)[0]
+            return self.forward(inputs=inputs).logp
 
 
 class References:
@@ -448,7 +455,7 @@ class References:
         """Add the initial model of a policy that trains with LoRA: its own network without the
         adapters."""
 
-        def forward(*, inputs: Inputs) -> tuple[Tensor, ...]:
+        def forward(*, inputs: Inputs) -> PolicyOutput:
             with adapters_off(network.model):
                 return network(inputs=inputs)
 
@@ -464,14 +471,15 @@ class References:
         if not teachers:
             assert first is not None
             return first.logp(inputs)
-        owner_R = inputs.sequence_R[inputs.own_R]
-        kind_S = inputs.reference_S
-        kind_R = torch.zeros_like(owner_R) if kind_S is None else kind_S[owner_R]
-        logp_R = torch.full(kind_R.shape, torch.nan, device=kind_R.device)
-        for kind, model in enumerate(self._models):
-            if model is not None and (self._sharded is not None or bool((kind_R == kind).any())):
-                logp_R = torch.where(kind_R == kind, model.logp(inputs), logp_R)
-        return logp_R
+        owner_r = inputs.sequence_R[inputs.own_R]
+        index_S = inputs.reference_S
+        index_r = torch.zeros_like(owner_r) if index_S is None else index_S[owner_r]
+        logp_r = torch.full(index_r.shape, torch.nan, device=index_r.device)
+        for index, model in enumerate(self._models):
+            used = index_r == index
+            if model is not None and (self._sharded is not None or bool(used.any())):
+                logp_r = torch.where(used, model.logp(inputs), logp_r)
+        return logp_r
 
 
 def seen_tokens(
@@ -479,7 +487,7 @@ def seen_tokens(
 ) -> dict[int, TokenNumbers]:
     """Return per-token values for the segments to be saved (`batch.watched`), keyed by segment
     number. The values are the log-probabilities and the overlap between the trainer's routing and
-    the engine's. `logp` [R] covers the whole micro-batch. `replay` must come from a completed
+    the engine's. `logp` [R] covers the whole row. `replay` must come from a completed
     forward pass over that micro-batch."""
     if batch.watched is None:
         return {}
