@@ -25,7 +25,8 @@ from keel.trainer.placement.hardware import place
 from keel.trainer.placement.layouts import save_choice
 from keel.trainer.placement.nodes import planned_hardware
 from keel.trainer.placement.step_time import token_flops
-from keel.trainer.prepare import SftTask, Task, prepare, prepare_pretraining, prepare_sft
+from keel.trainer.prepare import Task, prepare
+from keel.trainer.prepare_sft import SftTask, prepare_pretraining, prepare_sft
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import CostRates
 from keel.trainer.run.progress import waiting

@@ -45,7 +45,8 @@ from keel.trainer.placement.nodes import (
     stop_ray,
 )
 from keel.trainer.placement.watchdog import Watchdog, start_watchdog
-from keel.trainer.prepare import SftTask, Task, length_rules
+from keel.trainer.prepare import Task, length_rules
+from keel.trainer.prepare_sft import SftTask
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import WorkerLost
 from keel.trainer.work_nodes import WorkNodes

@@ -1,13 +1,11 @@
-"""Turn a recipe into a checked task with a model, a plan and data, before any process starts.
+"""Turn a recipe into a checked task with a model, a plan and prompts, before any process starts.
 
-Only this module and `keel.trainer.launch` combine data, rewards and rollouts.
+`keel.trainer.prepare_sft` does the same for supervised training. Only these modules and
+`keel.trainer.launch` combine data, rewards and rollouts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +13,10 @@ import transformers
 from jinja2 import TemplateError
 from transformers.utils.logging import disable_progress_bar
 
-from keel.configs.load import load_config, load_recipe
+from keel.configs.load import load_recipe
 from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.model import TINY_MODEL
-from keel.configs.sections.sft import TEXT
 from keel.configs.system_prompts import system_prompt
-from keel.data.conversations.forms import Example, Render
-from keel.data.conversations.load import Lessons, load_lessons
-from keel.data.conversations.text import Encoded
 from keel.data.dataset import Dataset, load_dataset, source_lines, source_warnings
 from keel.model.batch_invariant.layers import check_invariant
 from keel.model.hub import ignored_code, local_folder, missing_weights
@@ -34,7 +28,7 @@ from keel.model.load import (
     load_tokenizer,
 )
 from keel.model.tiny.build import model_config
-from keel.model.tiny.cold_start import TAUGHT, taught_sources
+from keel.model.tiny.cold_start import taught_sources
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.model.trainable import check_adapters, check_ids, check_same_family, trainable_facts
 from keel.rewards.checks import FAILED, check_prompts, check_spec, try_functions
@@ -42,40 +36,29 @@ from keel.rewards.code.verifier import CodeSettings
 from keel.rewards.compose import REFUSAL, check_weights
 from keel.rewards.judge.specs import JUDGED_KINDS
 from keel.rewards.length import LengthRule
-from keel.rl.sft import supervised_segment
-from keel.rl.turns import THINK, ToolSpec
-from keel.rl.types import Prompt, Segment
+from keel.rl.turns import THINK
+from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.parsing import find_thinking_marks
-from keel.rollout.chat.render import Encoder, name_of
-from keel.rollout.chat.render_given import render_given
-from keel.rollout.chat.template_checks import check_prefix_law
+from keel.rollout.chat.render import name_of
 from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.build_agents import check_chat, check_environments
 from keel.trainer.placement.families import (
     check_engine,
-    check_indexer_length,
     check_model_type,
     stale_mask_warning,
 )
 from keel.trainer.placement.hardware import Hardware
 from keel.trainer.placement.layouts import Choice, choose, load_choice, with_dtype
 from keel.trainer.placement.nodes import detect_hardware, with_missing_nodes
-from keel.trainer.placement.plan import Plan, describe, model_line, ranks_line, section_lines
-from keel.trainer.run.checkpoint import latest_complete, read_state
+from keel.trainer.placement.plan import Plan, describe, section_lines
 from keel.trainer.run.manifest import MANIFEST, check_exported
-from keel.trainer.sft import Batches
 
 _UNKNOWN_GIB = (
     "run.gpu_gib is not set and no GPU is here, so GPUs could not be planned: open knobs have "
     "their values for a CPU. Set the memory of a GPU, for example run.gpu_gib=80"
 )
-_ATTENTION = {
-    "warm-up": "dense; the indexers alone are trained, by Eq. 3",
-    "dense": "dense; everything but the indexers is trained",
-    "sparse": "sparse; the indexers are trained by Eq. 4 alone, the rest by the model's loss",
-}
-_DetectHardware = Callable[[Config], Hardware]
+DetectHardware = Callable[[Config], Hardware]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,61 +115,8 @@ class Task(PlannedModel):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SftTask(PlannedModel):
-    """A validated recipe for supervised training, along with its conversations or texts."""
-
-    lessons: Lessons
-    batches: Batches
-    recipe: Config
-    """The complete recipe. `config` contains only what affects supervised training."""
-    prompts: Dataset | None
-    """Prompts from `data.sources`, whose held-out sets are excluded from training."""
-    format: str  # the name of the chat format, or an empty string if there are no chats
-
-    @property
-    def command(self) -> str:
-        return "pretrain" if self.config.sft.only_text else "sft"
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.batches.restore(state)
-
-    def position(self) -> Mapping[str, Any]:
-        return self.batches.position()
-
-    def text(self, *, seats: Sequence[str] = ()) -> str:
-        config, sft, trainer = self.config, self.config.sft, self.config.trainer
-        what = "windows" if sft.only_text else "conversations"
-        size = f"{sft.conversations_per_step} {what}"
-        if sft.tokens_per_step:
-            size = f"{what} of at most {sft.tokens_per_step:,} tokens together"
-        seen = self.batches.passes(config.run.steps)
-        passes = f", {seen:.3g} passes over the data" if seen else ""
-        passes += " (sft.epochs, and not run.steps)" if sft.epochs else ""
-        batch = f"{size} a step, in micro-batches of {trainer.micro_batch_tokens:,} tokens"
-        reports = self.lessons.report.items()
-        data = [line for name, report in reports for line in report.lines(name)]
-        if self.format:
-            data.append(f"chats are written in the format {self.format}")
-        attention = [_ATTENTION[trainer.attention]] if self.facts.index_top_k else []
-        return self._text(
-            {
-                "model": [model_line(config, self.facts)],
-                "data": data,
-                "batch": [f"{batch}; the loss is a mean over {sft.mean}"],
-                "attention": attention,
-                "steps": [f"{config.run.steps}{passes}; lr {trainer.lr:g} ({trainer.schedule})"],
-                "actors": [ranks_line(config, gpu=self.gpu)],
-                "hardware": [str(self.hardware) if self.gpu else "on CPU"],
-                "placement": seats,
-                "memory": [f"trainer rank: {self.plan.trainer}"],
-                "run folder": [config.run.dir],
-            }
-        )
-
-
 def prepare(
-    recipe: str, overrides: Sequence[str], *, hardware: _DetectHardware = detect_hardware
+    recipe: str, overrides: Sequence[str], *, hardware: DetectHardware = detect_hardware
 ) -> Task:
     """Load an RL recipe and run every check that can run before the engines start. Raises
     ConfigError if one fails."""
@@ -233,83 +163,11 @@ def prepare(
     return task
 
 
-def prepare_sft(
-    recipe: str, overrides: Sequence[str], *, hardware: _DetectHardware = detect_hardware
-) -> SftTask:
-    """Load a recipe for supervised training and run every check that can run before the ranks
-    start. Raises ConfigError if one fails."""
-    disable_progress_bar()
-    whole, open_knobs = load_recipe(recipe, overrides)
-    if not whole.sft.sources:
-        raise ConfigError("sft.sources is empty; add a source (docs/sft.md, docs/pretrain.md)")
-    config, only_text = whole.supervised(whole.run.steps), whole.sft.only_text
-    chats = not only_text or any(not source.raw for source in whole.data.sources)
-    model = plan_model(config, open_knobs, hardware, chats=chats)
-    config, tokenizer, facts = model.config, model.tokenizer, model.facts
-    if facts.balance_loss:
-        raise ConfigError(
-            f"model.path = {config.model.path!r}: config.json asks for a loss that balances "
-            "experts, which supervised training does not add (docs/sft.md). Set "
-            "output_router_logits: false in a copy of the folder"
-        )
-    prompts = load_prompts(whole, tokenizer, facts) if whole.data.sources else None
-    try:
-        chat = TemplateChat(tokenizer, marks=config.model.thinking_marks) if chats else None
-        texts = any(source.is_text for source in config.sft.sources)
-        encoded = _text_encoder(tokenizer) if texts else None
-    except ValueError as error:
-        name = config.model.tokenizer or config.model.path
-        raise ConfigError(f"the tokenizer of {name!r}: {error}") from error
-    heldout = prompts.heldout.values() if prompts else ()
-    lessons = load_lessons(
-        config.sft,
-        seed=config.run.seed,
-        render=_chat_renderer(chat),
-        solve=_solve_with_reasoning,
-        tokenizer=model.tokenizer_digest,
-        encoded=encoded,
-        reserved=set(prompts.reserved) if prompts else set(),
-        reserved_ids={prompt.prompt_id for each in heldout for prompt in each},
-    )
-    for lesson in chain(*lessons.train.sources.values(), *lessons.heldout.values()):
-        for segment in lesson.segments:
-            check_ids(segment.token_ids_T, facts.vocab_size, segment.prompt_id)
-    epoch = sum(s.repeat * lessons.report[s.name].learned for s in config.sft.sources)
-    batches = Batches(lessons.train, config.sft, epoch=epoch)
-    if config.sft.epochs:
-        config = replace(config, run=replace(config.run, steps=_total_steps(config, batches)))
-    if only_text:
-        longest = max(report.longest for report in lessons.report.values())
-        check_indexer_length(config, facts, longest=longest)
-    warnings = [*model.warnings]
-    if config.sft.epochs and any(each.startswith("run.steps=") for each in overrides):
-        warnings.append("run.steps is ignored because sft.epochs is set; sft.epochs=0 uses it")
-    return SftTask(
-        **vars(replace(model, config=config, warnings=warnings)),
-        lessons=lessons,
-        batches=batches,
-        recipe=whole,
-        prompts=prompts,
-        format=chat.format.name if chat and not only_text else "",
-    )
-
-
-def prepare_pretraining(recipe: str, overrides: Sequence[str]) -> SftTask:
-    """Load and check a recipe that trains on text only. Raises ConfigError if a check fails."""
-    sources = load_config(recipe, overrides).sft.sources
-    if others := [source.name for source in sources if not source.is_text]:
-        raise ConfigError(
-            f"sft.sources: {', '.join(others)}: no text. `keel pretrain` learns from source: "
-            f"{' and '.join(TEXT)}, and `keel sft` from conversations, too"
-        )
-    return prepare_sft(recipe, overrides)
-
-
 # The model.
 
 
 def plan_model(
-    config: Config, open_knobs: frozenset[str], hardware: _DetectHardware, *, chats: bool = True
+    config: Config, open_knobs: frozenset[str], hardware: DetectHardware, *, chats: bool = True
 ) -> PlannedModel:
     """Load the model's config and tokenizer, and choose values for `open_knobs`. Set `chats` if a
     chat template is required. Raises ConfigError if the model can't be used."""
@@ -473,67 +331,6 @@ def length_rules(config: Config) -> dict[str, LengthRule]:
         except ValueError as error:
             raise ValueError(f"domain {domain!r}: {error}") from error
     return rules
-
-
-# Conversations and texts of supervised training.
-
-
-def _total_steps(config: Config, batches: Batches) -> int:
-    """Return the step at which the last of `sft.epochs` epochs is complete. Steps before the newest
-    checkpoint are counted rather than estimated, because the last batch of an earlier epoch may
-    have been smaller."""
-    beginning, done = batches.position(), 0
-    if newest := latest_complete(Path(config.run.dir).expanduser() / "checkpoints"):
-        with suppress(ValueError, LookupError, TypeError):  # resuming reports it
-            state = read_state(newest)
-            batches.restore(state.cursor)
-            done = state.step
-    steps = done + batches.steps_of(config.sft.epochs)
-    batches.restore(beginning)
-    return steps
-
-
-def _text_encoder(tokenizer: Any) -> Encoded:
-    """Return a function that encodes text with the tokenizer's prefix and end-of-text token,
-    escaping control tokens. Raises ValueError if the tokenizer doesn't support this."""
-    encoder, end = Encoder(tokenizer), tokenizer.eos_token_id
-    before = [index for index in tokenizer("")["input_ids"] if index != end]
-    return Encoded(lambda text: encoder.encode(encoder.shield(text)), tuple(before), (end,))
-
-
-def _chat_renderer(chat: TemplateChat | None) -> Render:
-    """Return a function that renders conversations to token ids using the same code as rollouts."""
-    checked: set[tuple[bool, bool]] = set()
-
-    def render(example: Example) -> list[Segment]:
-        assert chat is not None
-        tools = [
-            ToolSpec(name=f["name"], description=str(f["description"]), parameters=f["parameters"])
-            for f in (tool["function"] for tool in example.tools)
-        ]
-        kind = (example.thinking, bool(tools))
-        if len(example.trained) > 1 and kind not in checked:
-            check = check_prefix_law if tools else partial(check_prefix_law, tools=())
-            check(chat, modes=(example.thinking,))
-            checked.add(kind)
-        contexts = render_given(
-            chat, example.messages, tools, thinking=example.thinking, trained=example.trained
-        )
-        return [
-            supervised_segment(example.origin, context.ids, context.trained) for context in contexts
-        ]
-
-    return render
-
-
-def _solve_with_reasoning(task: str, entry: Mapping[str, Any]) -> dict[str, Any] | None:
-    if (solution := TAUGHT.get(task)) is None or not solution.covers(entry["metadata"]):
-        return None
-    working = solution.working(entry["metadata"])
-    return {"role": "assistant", "content": str(entry["answer"]), "reasoning_content": working}
-
-
-# Warnings.
 
 
 def _thinking_warnings(config: Config, tokenizer: Any) -> Iterator[str]:

@@ -54,7 +54,8 @@ from keel.trainer.launch import (
 from keel.trainer.learner import plan_shares
 from keel.trainer.nonfinite import describe_findings
 from keel.trainer.placement.nodes import start_ray, stop_ray
-from keel.trainer.prepare import SftTask, Task
+from keel.trainer.prepare import Task
+from keel.trainer.prepare_sft import SftTask
 from keel.trainer.run.manifest import Entry, find_damage
 from keel.trainer.run.trajectory_files import watched_segments
 from keel.weights.sync import WeightSync

@@ -19,7 +19,7 @@ from keel.rl.packing import TrainBatch
 from keel.rl.sft import SftExample, supervised_segment
 from keel.rl.types import StepResult
 from keel.trainer import sft
-from keel.trainer.prepare import _text_encoder, prepare_pretraining, prepare_sft
+from keel.trainer.prepare_sft import _text_encoder, prepare_pretraining, prepare_sft
 from keel.trainer.run.checkpoint import State, save
 
 
