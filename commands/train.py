@@ -4,7 +4,7 @@ it."""
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,8 @@ from keel.rl.types import ScoredGroup
 from keel.trainer import loop
 from keel.trainer.launch import Runtime, SftRuntime, launch, launch_sft
 from keel.trainer.nonfinite import SHOWN_FINDINGS
-from keel.trainer.placement.elastic import ElasticLayouts, RetryOnOom
+from keel.trainer.placement.elastic import RetryOnOom
 from keel.trainer.placement.hardware import place
-from keel.trainer.placement.layouts import save_choice
 from keel.trainer.placement.nodes import planned_hardware
 from keel.trainer.placement.step_time import token_flops
 from keel.trainer.prepare import Task, prepare
@@ -31,10 +30,10 @@ from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import CostRates
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import CollectiveTimeout, WorkerLost
-from keel.trainer.run.session import open_journal, restore_data, run_with_restarts, save_checkpoint
 from keel.trainer.run.signals import FIRST, NOTHING_YET, Interrupt
 from keel.trainer.run.trajectory_files import TokenFile, TokenTexts, save_batch
 from keel.trainer.run.view import View
+from keel.trainer.session import open_journal, restore_data, run_with_restarts, save_checkpoint
 from keel.trainer.sft import SftParts, fit
 
 LOST = (WorkerLost, CollectiveTimeout, RayLost, RayError, Unanswered)
@@ -56,44 +55,12 @@ def train(
     resuming, if rerunning the command isn't enough."""
     with waiting("checking the recipe and its prompts"):
         task = prepare(recipe, overrides)
-    _run_task(
+    run_with_restarts(
         ["train", recipe, *overrides],
         task,
         lambda folder, layouts: launch(task, print, folder.rewards, layouts=layouts),
         partial(run_loop, after_step=after_step),
-        again=again,
-    )
-
-
-def _run_task(
-    command: Sequence[str],
-    task: Task | SftTask,
-    start: Callable[[RunFolder, ElasticLayouts], AbstractContextManager[Any]],
-    drive: Callable[[Any, RunFolder, View, int], int],
-    *,
-    again: str = "",
-) -> None:
-    """Run a prepared task in its folder. `start` starts its actors, and `drive` runs its loop.
-    After a failure, restart the task with a layout that fits the cluster's remaining resources."""
-    layouts = ElasticLayouts(
-        task.config,
-        Path(task.config.run.dir).expanduser(),
-        facts=task.facts,
-        hardware=task.hardware,
-        chosen=task.choice.values,
-    )
-    run_with_restarts(
-        command,
-        task.config,
-        text=task.text(),
-        restore=task.restore,
-        position=task.position,
-        launch=lambda folder: start(folder, layouts),
-        on_out_of_memory=layouts.lowering.reduce_memory,
-        drive=drive,
         resume_command=again,
-        tokenizer=task.tokenizer_digest,
-        on_open=partial(save_choice, values=task.choice.values, signature=task.hardware.signature),
     )
 
 
@@ -232,7 +199,7 @@ def pretrain(recipe: str, overrides: Sequence[str]) -> None:
 
 
 def _run(command: Sequence[str], task: SftTask) -> None:
-    _run_task(
+    run_with_restarts(
         command, task, lambda _, layouts: launch_sft(task, print, layouts=layouts), _run_sft_loop
     )
 

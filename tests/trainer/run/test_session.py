@@ -19,12 +19,12 @@ from keel.commands.cli import main
 from keel.configs.load import load_config
 from keel.model import ray_timeouts
 from keel.model.ray_timeouts import RayLost
-from keel.trainer.run import session
+from keel.trainer import session
+from keel.trainer.placement.hardware import Hardware
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import EVENTS
 from keel.trainer.run.restarts import _WINDOW_S, Restarts, WorkerLost
-from keel.trainer.run.session import run_with_restarts, save_checkpoint
 from keel.trainer.run.signals import (
     PREEMPTED,
     PREEMPTION,
@@ -36,6 +36,7 @@ from keel.trainer.run.signals import (
     stop_requested,
     watching,
 )
+from keel.trainer.session import run_with_restarts, save_checkpoint
 
 DIED = "trainer rank 0 died"
 
@@ -82,7 +83,7 @@ class FakeRun:
         self.export: Any = None
 
     @contextmanager
-    def launch(self, _: RunFolder) -> Iterator[Any]:
+    def launch(self, *_: Any) -> Iterator[Any]:
         assert not self.running, "the previous attempt still holds memory"
         self.running += 1
         load = lambda path: self.loaded.append(path.name)  # noqa: E731
@@ -97,15 +98,17 @@ class FakeRun:
             (self.folder / "metrics.jsonl").touch()
             return drive(folder, start)
 
-        run_with_restarts(
-            ["train", "quickstart"],
-            self.config,
-            text="plan",
+        task: Any = SimpleNamespace(
+            config=self.config,
+            facts=None,
+            hardware=Hardware(gpu=False),
+            choice=SimpleNamespace(values={}),
+            tokenizer_digest="",
+            text=lambda: "plan",
             restore=lambda cursor: self.restored.append(cursor["at"]),
             position=lambda: {"at": "the beginning"},
-            launch=self.launch,
-            drive=counted,
         )
+        run_with_restarts(["train", "quickstart"], task, self.launch, counted)
 
     def save(self, folder: RunFolder, step: int) -> None:
         digest = config_digest(self.config)

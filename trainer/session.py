@@ -14,6 +14,10 @@ from ray.exceptions import RayError
 from keel.configs.schema import Config, ConfigError
 from keel.model.ray_timeouts import RayLost, is_loss, lost_reason
 from keel.rl.metrics import MEASURES
+from keel.trainer.placement.elastic import ElasticLayouts
+from keel.trainer.placement.layouts import save_choice
+from keel.trainer.prepare import Task
+from keel.trainer.prepare_sft import SftTask
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import CostRates, Journal, note
@@ -30,28 +34,30 @@ S = TypeVar("S")
 
 def run_with_restarts(
     command: Sequence[str],
-    config: Config,
-    *,
-    text: str,
-    restore: Callable[[Mapping[str, Any]], None],
-    position: Callable[[], Mapping[str, Any]],
-    launch: Callable[[RunFolder], AbstractContextManager[S]],
+    task: Task | SftTask,
+    launch: Callable[[RunFolder, ElasticLayouts], AbstractContextManager[S]],
     drive: Callable[[S, RunFolder, View, int], int],
-    on_open: Callable[[Path], None] = lambda _: None,
-    on_out_of_memory: Callable[[OutOfMemory], str] | None = None,
+    *,
     resume_command: str = "",
-    tokenizer: str = "",
 ) -> None:
-    """Start or resume the run described by `config`, restarting it if a process is lost. `text` is
-    the plan, which is printed first. `restore` sets the data position, and `position` returns it.
+    """Start or resume the run of a task. If a process is lost, restart it with a layout that fits
+    the cluster's remaining resources.
+
     `launch` starts the actors, and `drive` runs the training loop and returns the last completed
-    step. `on_open` is called with the path of the run folder. `on_out_of_memory` changes the layout
-    and returns a message. Messages tell the user to resume with `resume_command`, or with `command`
-    by default."""
+    step. Messages tell the user to resume with `resume_command`, or with `command` by default.
+    """
+    config, choice = task.config, task.choice
+    layouts = ElasticLayouts(
+        config,
+        Path(config.run.dir).expanduser(),
+        facts=task.facts,
+        hardware=task.hardware,
+        chosen=choice.values,
+    )
     check_trackers(config.run.trackers)  # for runs started from Python
     with ExitStack() as stack:
         with waiting("verifying the newest checkpoint"):
-            folder = stack.enter_context(RunFolder(config, tokenizer))
+            folder = stack.enter_context(RunFolder(config, task.tokenizer_digest))
         if folder.set_aside:
             print(
                 f"{folder.path} holds a run without a checkpoint. Its files were moved to "
@@ -68,22 +74,22 @@ def run_with_restarts(
             knob = "sft.epochs" if _counts_epochs(command, config) else "run.steps"
             print(f"{folder.path}: all {start} steps are done. Raise {knob} to continue")
             return
-        initial_position = position()
-        restore_data(folder, restore)
-        on_open(folder.path)
-        print(text + f"\nresumes after step {start}" * (start > 0), flush=True)
+        initial_position = task.position()
+        restore_data(folder, task.restore)
+        save_choice(folder.path, choice.values, task.hardware.signature)
+        print(task.text() + f"\nresumes after step {start}" * (start > 0), flush=True)
         restarts = Restarts(config.run.max_restarts)
         while True:
             try:
-                with launch(folder) as system:
+                with launch(folder, layouts) as system:
                     reached = _attempt(system, folder, config, restarts, drive)
                 break
             except (WorkerLost, RayError) as raised:
                 reason = str(_count_restart(raised, restarts))
-                if isinstance(raised, OutOfMemory) and on_out_of_memory is not None:
-                    reason = on_out_of_memory(raised)
+                if isinstance(raised, OutOfMemory):
+                    reason = layouts.lowering.reduce_memory(raised)
                 state = folder.state()
-                restore(state.cursor if state else initial_position)
+                task.restore(state.cursor if state else initial_position)
                 start = state.step if state else 0
                 origin = f"step {start}" if state else "the beginning, since it has no checkpoint"
                 line = f"{reason}\nThe run restarts from {origin}"
@@ -208,7 +214,7 @@ def _closing_summary(
     reached: int,
     command: Sequence[str],
     *,
-    resume_command: str = "",
+    resume_command: str,
 ) -> str:
     path, steps, lines = folder.path, config.run.steps, [""]
     evaluations = folder.evaluations()
