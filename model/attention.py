@@ -27,19 +27,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
 
-from keel.model.layers.flash4 import (
-    INSTALL,
-    HeadWidths,
-    flash_attention4,
-    supports_head_sizes,
-)
 from keel.model.torch_internals import to_device, varlen_operator
 from keel.model.ulysses import heads_for_tokens, tokens_for_heads
 
-NAME, _NAME4 = "keel_packed", "keel_packed_4"
-"""Names of the attention functions in transformers, one for PyTorch's kernels and one for
-FlashAttention-4. They must not contain "flash", because transformers would mistake them for its own
-implementations."""
+NAME = "keel_packed"
+"""Name of the attention function in transformers."""
 
 _SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
 """Names of sparse attention layer types in transformers 5.19 and 5.17."""
@@ -215,9 +207,8 @@ class Segments:
         )
 
 
-def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> None:
-    """Restrict attention in `model` to the segments passed to its forward pass as `segments`. Set
-    `flash4` only if neither `layers.flash4.missing` nor `flash4_disagreement` found a problem.
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Restrict attention in `model` to the segments passed to its forward pass as `segments`.
     Raises `ValueError` if the model has layers that would mix segments."""
     config = model.config.get_text_config()
     older = getattr(config, "layers_block_type", None)
@@ -238,8 +229,7 @@ def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> Non
             "would mix packed segments"
         )
     AttentionInterface.register(NAME, _packed_attention)
-    AttentionInterface.register(_NAME4, _packed_attention4)
-    model.set_attn_implementation(_NAME4 if flash4 else NAME)
+    model.set_attn_implementation(NAME)
 
 
 def disable_compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -251,7 +241,7 @@ def attention_kept() -> tuple[AbstractContextManager[Any], AbstractContextManage
     """Return contexts for activation checkpointing (`context_fn`) that save attention outputs on
     GPUs instead of recomputing them. These outputs are no larger than those of other operations,
     but they take the longest to recompute, because the time grows quadratically with the length."""
-    return create_selective_checkpoint_contexts([varlen_operator(), torch.ops.keel.flash4.default])
+    return create_selective_checkpoint_contexts([varlen_operator()])
 
 
 class UnsupportedAttention(ValueError):
@@ -269,15 +259,13 @@ def _packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    kernels: Callable[..., Tensor] | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each segment. This is the attention function registered with
     transformers.
 
     `query` is [1, Hq, N, D], and `key` and `value` are [1, Hkv, N, D]. Returns ([1, N, Hq, Dv],
-    None). With sequence parallelism, N is the length of this rank's shard. `kernels` is the
-    function that computes the attention (default: `attend`).
+    None). With sequence parallelism, N is the length of this rank's shard.
     """
     if segments is None:
         raise UnsupportedAttention(
@@ -297,13 +285,8 @@ def _packed_attention(
             f"{type(module).__name__} has {' and '.join(parts)}, which packed rows do not support"
         )
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, H, D]
-    kernels = kernels or attend
-    operator = kernels if segments.group is None else _sequence_parallel(kernels)
+    operator = attend if segments.group is None else _sequence_parallel
     return operator(query, key, value, segments, scaling, sliding_window)[None], None
-
-
-def _packed_attention4(*args: Any, **options: Any) -> tuple[Tensor, None]:
-    return _packed_attention(*args, **options, kernels=_attend4)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *rest: Any) -> Tensor:
@@ -312,21 +295,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *rest:
     [N, Hq, Dv]."""
     operator = _varlen_attention if _has_flash(query, value) else _padded
     return operator(query, key, value, segments, *rest)
-
-
-def _attend4(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *rest: Any) -> Tensor:
-    key, value, *keys = _gather_contexts(key, value, segments)
-    return flash_attention4(query, key, value, segments.offsets, segments.longest, *rest, *keys)
-
-
-def _gather_contexts(
-    key: Tensor, value: Tensor, segments: Segments
-) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return the keys and values of all contexts, their offsets and their maximum length. A
-    segment's queries are at the end of its context, as flash attention assumes."""
-    if (contexts := segments.contexts) is None:
-        return key, value, segments.offsets, segments.longest
-    return contexts.expand(key), contexts.expand(value), contexts.offsets, contexts.longest
 
 
 def _has_flash(query: Tensor, value: Tensor) -> bool:
@@ -347,7 +315,11 @@ def _varlen_attention(
     # Older versions infer grouped heads.
     grouped = query.shape[1] != key.shape[1]
     options: dict[str, Any] = {"enable_gqa": grouped} if _VARLEN_TAKES_GQA else {}
-    key, value, offsets, longest = _gather_contexts(key, value, segments)
+    offsets, longest = segments.offsets, segments.longest
+    if (contexts := segments.contexts) is not None:
+        # A segment's queries are at the end of its context, as flash attention assumes.
+        key, value = contexts.expand(key), contexts.expand(value)
+        offsets, longest = contexts.offsets, contexts.longest
     # A window of w tokens includes the token itself.
     reach = (-1 if window is None else window - 1, 0)
     ends = segments.offsets, offsets, segments.longest, longest
@@ -409,15 +381,13 @@ def _make_segments(lengths: tuple[int, ...], device: torch.device) -> Segments:
         return Segments.of(lengths, device)
 
 
-def _sequence_parallel(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-
-    @disable_compile  # collectives
-    def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *rest: Any) -> Tensor:
-        assert segments.group is not None
-        query, key, value = heads_for_tokens(query, key, value, segments.group)
-        return tokens_for_heads(operator(query, key, value, segments, *rest), segments.group)
-
-    return attend
+@disable_compile  # collectives
+def _sequence_parallel(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *rest: Any
+) -> Tensor:
+    assert segments.group is not None
+    query, key, value = heads_for_tokens(query, key, value, segments.group)
+    return tokens_for_heads(attend(query, key, value, segments, *rest), segments.group)
 
 
 def _use_packed_linear_attention(model: PreTrainedModel) -> None:
@@ -507,58 +477,3 @@ def _fla_kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
         return convolution, import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     except ImportError:
         return None
-
-
-_PROBE = (1, 130, 64, 7, 300, 65)
-_FOLLOWS = (-1, -1, 1, 1, -1, 4)
-"""Segment that each segment follows in the comparison with shared prefixes. This includes segments
-with fewer queries than keys, and keys that no window reaches."""
-_WINDOW = 100
-"""Maximum attention window in the comparison. A model's own window would cover all tokens."""
-_OFF = 0.02
-"""Maximum relative error. Rounding to bfloat16 gives 0.003, and a wrong gradient 0.2."""
-
-
-@cache
-def flash4_disagreement(
-    shapes: tuple[HeadWidths, ...], device: torch.device, dtype: torch.dtype
-) -> str:
-    """Return why FlashAttention-4 cannot be used for these heads, or "" if its results and
-    gradients agree with plain float32 attention. For example, version 4.0.0b36 silently returned
-    wrong gradients for a head size of 16."""
-    drawn = torch.Generator(device).manual_seed(0)
-    for shape in shapes:
-        if not supports_head_sizes(shape.width, shape.value_width, device):
-            return f"it has no kernels for {shape}"
-        heads, kv_heads, width, value_width, window = shape
-        query, key = (heads, width), (kv_heads, width)
-        value, slope = (kv_heads, value_width), (heads, value_width)
-        inputs = [
-            torch.randn(sum(_PROBE), *size, device=device, dtype=dtype, generator=drawn)
-            for size in (query, key, value, slope)
-        ]
-        window = window and min(_WINDOW, window)
-        for follows in (None, _FOLLOWS):
-            rest = Segments.of(_PROBE, device, follows=follows), None, window
-            try:
-                ours = _attention_and_grads(_attend4, inputs, *rest)
-            except Exception as error:  # compilers, drivers, file locks
-                return f"{INSTALL} fails for {shape}: {type(error).__name__}: {error}"[:500]
-            exact = _attention_and_grads(attend, [x.float() for x in inputs], *rest)
-            named = ("results", "gradients of Q", "gradients of K", "gradients of V")
-            for what, one, other in zip(named, ours, exact, strict=True):
-                off = float((one - other).norm() / other.norm())
-                if not off < _OFF:
-                    return f"{INSTALL} gives {what} that are off by {off:.0%} for {shape}"
-    return ""
-
-
-def _attention_and_grads(
-    operator: Callable[..., Tensor], inputs: Sequence[Tensor], *rest: Any
-) -> list[Tensor]:
-    *leaves, slope = inputs
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-    with torch.enable_grad():
-        output = operator(*leaves, *rest)
-        grads = torch.autograd.grad(output, leaves, slope)
-    return [x.detach().float() for x in (output, *grads)]

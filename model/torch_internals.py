@@ -2,6 +2,7 @@
 
 import inspect
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,6 +71,15 @@ def varlen_operator() -> Any:
     import torch.nn.attention.varlen  # noqa: PLC0415  (registers it)
 
     return torch.ops.torch_attn._varlen_attn.default
+
+
+def register_flash_kernels(name: str, module: str) -> None:
+    """Register the flash attention kernels in a module under a name for PyTorch's
+    `activate_flash_attention_impl`."""
+    from torch.nn.attention import _fa4, register_flash_attention_impl  # noqa: PLC0415
+
+    register = partial(_fa4.register_flash_attention_fa4, module)
+    register_flash_attention_impl(name, register_fn=register)
 
 
 def flash_gradients(

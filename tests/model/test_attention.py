@@ -1,8 +1,10 @@
 """Packed segments and shared prefixes give the results of separate contexts with every kernel.
 
-FlashAttention-4 runs here with plain kernels; tests/gpu/test_attention.py tests the package's."""
+Flash attention runs here with plain kernels; tests/gpu/test_attention.py tests those on GPUs."""
 
+from collections.abc import Iterator
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +17,10 @@ from keel.model.attention import (
     Contexts,
     Segments,
     attention_kept,
-    flash4_disagreement,
     use_packed_attention,
 )
 from keel.model.layers import flash4
-from keel.model.layers.flash4 import HeadWidths
-from tests.model.layers.plain_attention import FAMILIES, Plain, varlen
+from tests.model.layers.plain_attention import FAMILIES, PlainFlash
 
 LENGTHS, FOLLOWS = (7, 3, 9, 1, 12, 4, 2, 5), (-1, 0, 0, -1, 0, -1, 5, 5)
 """Two prefixes, shared by three and by two contexts, and a context without one."""
@@ -56,18 +56,17 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kernels", ["padded", "varlen", "flash4"])
+@pytest.mark.parametrize("kernels", ["padded", "flash"])
 def test_shared_contexts_match_separate_ones(
-    family: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+    family: str, kernels: str, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setattr(flash4, "_kernels", Plain)
-    monkeypatch.setattr(attention, "_has_flash", lambda *_: kernels == "varlen")
-    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    if kernels == "flash":
+        request.getfixturevalue("plain_flash")
     torch.manual_seed(0)
     whole = AutoModelForCausalLM.from_config(FAMILIES[family])
     shared = deepcopy(whole)
     for model in (whole, shared):
-        use_packed_attention(model, flash4=kernels == "flash4")
+        use_packed_attention(model)
     ids, weights = torch.randint(0, 31, (sum(LENGTHS),)), torch.randn(sum(LENGTHS), 32)
     trained = torch.tensor([s not in PREFIXES for s in range(len(LENGTHS))])
     weights *= trained.repeat_interleave(torch.tensor(LENGTHS))[:, None]
@@ -84,34 +83,15 @@ def test_shared_contexts_match_separate_ones(
     torch.testing.assert_close(gradients(shared), gradients(whole), atol=2e-5, rtol=1e-4)
 
 
-class Skipping(Plain):
-    """Leaves gradients of keys outside all windows unwritten."""
+def test_keys_outside_all_windows_have_zero_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backward(*tensors: Tensor, dk: Tensor, **options: Any) -> None:
+        dk[1] = 1.0  # skips keys 0 and 2
 
-    def _flash_attn_bwd(self, *tensors: Tensor, dk: Tensor, dv: Tensor, **options: Any) -> None:
-        keys = options["cu_seqlens_k"].tolist()
-        counts = (options["cu_seqlens_q"].diff() + options["window_size_left"]).tolist()
-        grads = torch.zeros_like(dk), torch.zeros_like(dv)
-        super()._flash_attn_bwd(*tensors, dk=grads[0], dv=grads[1], **options)
-        for start, stop, count in zip(keys[:-1], keys[1:], counts, strict=True):
-            reached = slice(max(start, stop - count), stop)
-            dk[reached], dv[reached] = grads[0][reached], grads[1][reached]
-
-
-@pytest.mark.parametrize("longest", [5, 30], ids=["shared", "separate"])
-def test_keys_outside_all_windows_have_zero_gradient(
-    longest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flash4, "_kernels", Skipping)
-    monkeypatch.setattr(flash4, "_empty", lambda x: torch.full_like(x, torch.nan))
-    lengths = (9, 2, 3, longest)
-    segments = Segments.of(lengths, follows=(-1, 0, 0, -1))
-    torch.manual_seed(0)
-    inputs = [torch.randn(sum(lengths), 2, 8, requires_grad=True) for _ in range(3)]
-    actual, plain = (
-        torch.autograd.grad(attend(*inputs, segments, None, 4).square().sum(), inputs)
-        for attend in (attention._attend4, attention._padded)
-    )
-    torch.testing.assert_close(actual, plain, atol=2e-6, rtol=1e-5)
+    package = SimpleNamespace(_flash_attn_bwd=backward)
+    monkeypatch.setattr(flash4, "_package", lambda: package)
+    x = torch.randn(3, 2, 8)
+    _, dk, _ = flash4._flash_attn_bwd(*[x] * 6, causal=False)
+    assert dk.unique(dim=0).tolist() == [[[0.0] * 8] * 2, [[1.0] * 8] * 2]
 
 
 def test_copies_and_gradients_are_exact() -> None:
@@ -166,10 +146,11 @@ SEGMENTS = (3, 17, 1, 9)
 
 
 @pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch) -> Plain:
-    kernels = Plain()
-    monkeypatch.setattr(flash4, "_kernels", lambda: kernels)
-    return kernels
+def plain_flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlainFlash]:
+    kernels = PlainFlash()
+    monkeypatch.setattr(attention, "_has_flash", lambda *_: True)
+    yield kernels
+    kernels.close()
 
 
 def trained(model: PreTrainedModel) -> list[Tensor]:
@@ -181,9 +162,9 @@ def trained(model: PreTrainedModel) -> list[Tensor]:
     return [hidden.detach(), *gradients(model).values()]
 
 
-def with_kernels(model: PreTrainedModel) -> PreTrainedModel:
+def packed(model: PreTrainedModel) -> PreTrainedModel:
     copy = deepcopy(model).train()
-    use_packed_attention(copy, flash4=True)
+    use_packed_attention(copy)
     return copy
 
 
@@ -193,53 +174,32 @@ def close(actual: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=2e-6 * max(1.0, scale))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_results_match_pytorch(family: str, plain: Plain) -> None:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family])
-    model.train()
-    ours = with_kernels(model)
-    use_packed_attention(model)
-    close(trained(ours), trained(model))
-    assert plain.calls == ["forward", "forward", "backward", "backward"]
-
-
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.e2e)])
-def test_attention_outputs_survive_checkpointing(plain: Plain, compiled: bool) -> None:
+def test_attention_outputs_survive_checkpointing(plain_flash: PlainFlash, compiled: bool) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES["full"])
-    expected = trained(with_kernels(model))
+    expected = trained(packed(model))
     for kept, forwards in ((True, 2), (False, 4)):
-        again = with_kernels(model)
+        again = packed(model)
         options = {"context_fn": attention_kept} if kept else {}
         again.gradient_checkpointing_enable({"use_reentrant": False, **options})
         if compiled:
             for layer in again.get_decoder().layers:  # pyright: ignore
                 layer.compile(backend="aot_eager", dynamic=True, fullgraph=True)
-        plain.calls.clear()
+        plain_flash.calls.clear()
         close(trained(again), expected)
-        assert [plain.calls.count(half) for half in ("forward", "backward")] == [forwards, 2]
+        assert [plain_flash.calls.count(half) for half in ("forward", "backward")] == [forwards, 2]
 
 
-def test_wrong_results_are_detected(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "supports_head_sizes", lambda *_: True)
-    cpu = torch.device("cpu")
-    shapes = (HeadWidths(4, 2, 8, 8), HeadWidths(4, 2, 16, 8, window=9))
+def test_wrong_results_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def error() -> str:
+        return flash4.find_error(4, 2, 8, [None, 9], torch.device("cpu"), torch.bfloat16)
 
-    def difference() -> str:
-        flash4_disagreement.cache_clear()
-        return flash4_disagreement(shapes, cpu, torch.float32)
+    assert error() == ""
 
-    assert difference() == ""
-    correct = plain._flash_attn_bwd
+    def wrong(query: Tensor, key: Tensor, *rest: Any) -> Tensor:
+        off = key.dtype == torch.bfloat16 and rest[-1] is not None
+        return attention.attend(query, key * 1.2 if off else key, *rest)
 
-    def wrong(*given: Any, dk: Tensor, **options: Any) -> None:
-        correct(*given, dk=dk, **options)
-        if "window_size_left" in options:
-            dk *= 1.2
-
-    monkeypatch.setattr(plain, "_flash_attn_bwd", wrong)
-    assert "gradients of K" in difference() and "20%" in difference()
-    monkeypatch.setattr(plain, "_flash_attn_fwd", lambda *_, out, **options: out.zero_())
-    monkeypatch.setattr(plain, "_flash_attn_bwd", lambda *_, **options: None)
-    assert "100%" in difference()
+    monkeypatch.setattr(flash4, "attend", wrong)
+    assert "off by" in error()

@@ -566,7 +566,7 @@ class TrainerEngine:
         self.steps, self.version = progress["steps"], progress["version"]
 
     def _make_network(self, model: PreTrainedModel) -> PolicyNetwork:
-        flash4, note = zero.use_flash4(self._config, model, self.device)
+        note = zero.use_flash4(self._config, model, self.device)
         if note and note not in self.notes:
             self.notes.append(note)
-        return PolicyNetwork.of(model, self._config, flash4=flash4)
+        return PolicyNetwork.of(model, self._config)

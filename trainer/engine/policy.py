@@ -315,7 +315,6 @@ class PolicyNetwork(nn.Module):
         indexer_loss: bool = True,
         batch_invariant: bool = False,
         wide_residual: bool = False,
-        flash4: bool = False,
         learns_mass: bool = False,
     ) -> None:
         """`context` is the engines' `max_model_len`. Set `indexer_loss` if the indexers are
@@ -332,7 +331,7 @@ class PolicyNetwork(nn.Module):
             self.learning_indexers = len(found_indexers) if learning else 0
         use_sparse_attention(model)
         self._sparse, self._dense = bool(found_indexers), attention != "sparse"
-        use_packed_attention(model, flash4=flash4)
+        use_packed_attention(model)
         if batch_invariant:
             use_invariant_layers(model)
         else:
@@ -347,7 +346,7 @@ class PolicyNetwork(nn.Module):
         self._learns_mass = learns_mass
 
     @classmethod
-    def of(cls, model: PreTrainedModel, config: Config, *, flash4: bool) -> Self:
+    def of(cls, model: PreTrainedModel, config: Config) -> Self:
         return cls(
             model,
             temperature=config.rollout.sampling.temperature,
@@ -356,7 +355,6 @@ class PolicyNetwork(nn.Module):
             indexer_loss=config.trainer.indexer_loss > 0,
             batch_invariant=config.model.batch_invariant,
             wide_residual=config.model.wide_residual,
-            flash4=flash4,
             learns_mass=config.algorithm.kept_mass_coef > 0,
         )
 

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from keel.configs.schema import Config, TrainerConfig
-from keel.model.attention import flash4_disagreement
-from keel.model.layers.flash4 import INSTALL, head_shapes, missing
+from keel.model.layers import flash4
 from keel.model.routing import router_modules
 from keel.model.sparse.attention import indexers
 from keel.model.tiny.build import default_cache_dir
@@ -199,26 +198,19 @@ def clipped_apart(module: nn.Module) -> Set[nn.Parameter]:
     return own if others else frozenset()
 
 
-def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> tuple[bool, str]:
-    """Return whether to use FlashAttention-4, along with a warning if a missing package is the only
-    thing preventing it. Raises RuntimeError if the recipe requires FlashAttention-4 but it can't be
-    used."""
+def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> str:
+    """Use FlashAttention-4 if the recipe allows it. Returns a warning, or "", if the package cannot
+    be used. Raises RuntimeError if the recipe requires FlashAttention-4 but it can't be used."""
     trainer, longest = config.trainer, config.max_context
     if config.model.batch_invariant or not trainer.flash4(longest) or device.type != "cuda":
-        return False, ""
-    if model.dtype == torch.float32:
-        reason = "it needs half precision, but model.dtype is float32"
-    else:
-        shapes = head_shapes(model, trainer.sequence_parallel)
-        reason = missing(device, default_cache_dir())
-        reason = reason or flash4_disagreement(shapes, device, model.dtype)
-    if not reason:
-        return True, ""
-    if trainer.attention_kernels == "flash4":
+        return ""
+    ranks = trainer.sequence_parallel
+    reason = flash4.use_flash4(model, device, default_cache_dir(), sequence_parallel=ranks)
+    if reason and trainer.attention_kernels == "flash4":
         raise RuntimeError(f"trainer.attention_kernels = flash4: {reason}. Set it to auto")
-    if not reason.startswith(INSTALL):
-        return False, ""
-    return False, (
+    if not reason.startswith(flash4.PACKAGE):
+        return ""
+    return (
         f"{reason}. Attention over {longest:,} tokens uses PyTorch's kernels, which are up to half "
         "as fast. Set trainer.attention_kernels to torch to hide this warning"
     )

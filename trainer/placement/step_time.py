@@ -267,9 +267,9 @@ def compute_seconds(
     attention *= facts.layers - facts.linear_layers
     gemms = _count_forward_passes(config) * 2 * body_parameters(facts) / rates.gemm_share
     attended = _count_forward_passes(config) - trainer.keeps_attention
-    other = config.model.batch_invariant or config.model.dtype == "float32" or not spec.flash4
+    flash4 = spec.flash4 and facts.head_size and config.model.dtype != "float32"
     longest, attention_share = config.max_context, rates.attention_share
-    if not other and trainer.flash4(longest):
+    if flash4 and not config.model.batch_invariant and trainer.flash4(longest):
         attention_share = rates.flash4_share * longest / (longest + rates.flash4_tokens)
     gemms += attended * attention / attention_share
     if trainer.expert_parallel > 1 or config.model.dtype != "bfloat16":
