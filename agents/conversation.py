@@ -3,7 +3,7 @@ turn at a time. If the context is changed instead of extended, a new segment beg
 sampled token is trained exactly once and after exactly the token ids that preceded it during
 sampling."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from math import inf
 
@@ -67,7 +67,7 @@ class SegmentRecord:
         context, sampled = len(self.ids), len(result.token_ids_N)
         name = f"conversation {request.conversation}"
         lengths = {
-            **(result.stored or _recordings_of(result)).lengths,
+            **_lengths(result),
             "logp_old_N": len(result.logp_old_N),
             "version_N": len(result.version_N),
         }
@@ -83,7 +83,8 @@ class SegmentRecord:
         ):
             if (length := lengths.get(field, expected)) != expected:
                 raise ValueError(f"{name}: {field} has {length} entries, expected {expected}")
-        if self._turns and _has_routes(result) != _has_routes(self._turns[0][1]):
+        first = self._turns[0][1] if self._turns else result
+        if ("routes_RLK" in _lengths(result)) != ("routes_RLK" in _lengths(first)):
             raise ValueError(f"{name}: only some of its turns have routes")
         self._turns.append((context, result))
         self.ids += result.token_ids_N.tolist()
@@ -113,7 +114,9 @@ class SegmentRecord:
             part = slice(start, start + len(result.token_ids_N))
             trainable[part], logp[part] = True, result.logp_old_N
             versions[part] = result.version_N
-        stored = [(start, r.stored) for start, r in self._turns if r.stored is not None]
+        recorded = [(start, result.recordings) for start, result in self._turns]
+        stored = [(start, r) for start, r in recorded if isinstance(r, StoredRecordings)]
+        loaded = [(start, r) for start, r in recorded if isinstance(r, Recordings)]
         return Segment(
             prompt_id=self._prompt_id,
             token_ids_T=np.array(self.ids[:tokens], np.int32),
@@ -121,20 +124,12 @@ class SegmentRecord:
             logp_old_T=logp,
             version_T=versions,
             stored=StoredRecordings.concat(stored, tokens) if stored else None,
-            **join_recordings([(start, _recordings_of(r)) for start, r in self._turns], tokens),
+            **join_recordings(loaded, tokens),
         )
 
 
-def _has_routes(turn: TurnResult) -> bool:
-    return turn.routes_RLK is not None or bool(turn.stored and turn.stored.routes)
-
-
-def _recordings_of(turn: TurnResult) -> Recordings:
-    return Recordings(
-        routes_RLK=turn.routes_RLK,
-        sampling_mask=turn.sampling_mask,
-        selected_RLb=turn.selected_RLb,
-    )
+def _lengths(turn: TurnResult) -> Mapping[str, int]:
+    return {} if turn.recordings is None else turn.recordings.lengths
 
 
 def segments_of(records: Iterable[SegmentRecord]) -> tuple[Segment, ...]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # reward workers start without numpy
     import numpy as np
     from numpy.typing import NDArray
 
-    from keel.rl.types import SamplingMasks, StoredRecordings
+    from keel.rl.types import Recordings, StoredRecordings
 
 Message = Mapping[str, Any]
 """A chat message with the keys `role` and `content`, and optionally `reasoning_content`,
@@ -211,16 +211,8 @@ class TurnResult:
     version_N: NDArray[np.int32]
     """Version of the weights that each token was sampled with."""
     finish_reason: Literal["stop", "length", "deadline"]
-    routes_RLK: NDArray[np.int16] | None = None
-    """[R, L, K] Experts used at positions `routes_from` … T + N − 2, input-aligned. The last
-    sampled token has no row because it was never an input. None if the model has no router."""
-    sampling_mask: SamplingMasks | None = None
-    """Sampling masks of the N tokens, or None if sampling was not truncated."""
-    selected_RLb: NDArray[np.uint8] | None = None
-    """[R, L, b] Bitmaps of the positions that sparse attention selected, with the same rows as
-    `routes_RLK` (`keel.rl.types.Segment.selected_TLb`). None if nothing was recorded."""
-    stored: StoredRecordings | None = None
-    """Locations of the three arrays above, or None if they are stored here."""
+    recordings: Recordings | StoredRecordings | None = None
+    """The large arrays recorded for the turn, or their locations. None if nothing was recorded."""
     cached_tokens: int = 0
     """Number of context tokens read from the prefix cache."""
     sampling_s: float = 0.0

@@ -162,12 +162,17 @@ class SamplingMasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recordings:
-    """The large arrays recorded for a turn, or for a segment without its last row. See `TurnResult`
-    for the fields."""
+    """The large arrays recorded for a turn of N tokens after a context of T tokens, or for a
+    segment without its last row."""
 
     routes_RLK: NDArray[Any] | None = None
+    """[R, L, K] Experts used at positions `TurnRequest.routes_from` … T + N − 2, input-aligned. The
+    last sampled token has no row because it was never an input. None if the model has no router."""
     sampling_mask: SamplingMasks | None = None
+    """Sampling masks of the N tokens, or None if sampling was not truncated."""
     selected_RLb: NDArray[np.uint8] | None = None
+    """[R, L, b] Bitmaps of the positions that sparse attention selected, with the same rows as
+    `routes_RLK` (`Segment.selected_TLb`). None if nothing was recorded."""
 
     @property
     def nbytes(self) -> int:

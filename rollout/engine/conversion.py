@@ -175,18 +175,14 @@ class Job:
     ) -> Trajectory:
         before = len(self.context)
         tokens = before + len(sampled.token_ids_N)
-        recorded = Recordings(
-            routes_RLK=sampled.routes_RLK,
-            sampling_mask=sampled.sampling_mask,
-            selected_RLb=sampled.selected_RLb,
-        )
+        assert isinstance(sampled.recordings, Recordings)
         segment = Segment(
             prompt_id=prompt.prompt_id,
             token_ids_T=np.concatenate([np.array(self.context, np.int32), sampled.token_ids_N]),
             trainable_T=np.arange(tokens) >= before,
             logp_old_T=np.concatenate([np.zeros(before, np.float32), sampled.logp_old_N]),
             version_T=np.concatenate([np.full(before, -1, np.int32), sampled.version_N]),
-            **join_recordings([(before, recorded)], tokens),
+            **join_recordings([(before, sampled.recordings)], tokens),
         )
         return Trajectory(
             prompt_id=prompt.prompt_id,

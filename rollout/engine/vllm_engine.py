@@ -344,15 +344,13 @@ class VllmEngine:
         finish = "stop" if completion.finish_reason == "stop" else "length"
         if finish == "length" and job.cut and len(ids) < job.sampling.max_tokens:
             finish = "deadline"
-        logp, arrays = self._recorder.take(output.request_id, len(job.context), completion)
+        logp, recordings = self._recorder.take(output.request_id, len(job.context), completion)
         return TurnResult(
             token_ids_N=np.array(ids, np.int32),
             logp_old_N=logp,
             version_N=versions,
             finish_reason=finish,
-            routes_RLK=arrays.routes_RLK,
-            sampling_mask=arrays.sampling_mask,
-            selected_RLb=arrays.selected_RLb,
+            recordings=recordings,
             cached_tokens=output.num_cached_tokens or 0,
         )
 

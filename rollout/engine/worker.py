@@ -36,7 +36,7 @@ from keel.model.imports import heavy_imports
 from keel.rl.futures import settle
 from keel.rl.prefix_sharing import hash_rows
 from keel.rl.turns import TurnRequest, TurnResult
-from keel.rl.types import Group, Recordings, StoredRecordings
+from keel.rl.types import Group, Recordings, StoredRecordings, Trajectory
 from keel.rollout.spec import (
     STORED_BYTES,
     EngineError,
@@ -409,15 +409,11 @@ def detach(request: SampleRequest, result: Group | TurnResult) -> list[Any]:
     """
     stored: list[Recordings | None] = [None] * count_completions(request)
     if isinstance(result, TurnResult):
-        turn = Recordings(
-            routes_RLK=result.routes_RLK,
-            sampling_mask=result.sampling_mask,
-            selected_RLb=result.selected_RLb,
-        )
-        rows = 0 if turn.routes_RLK is None else len(turn.routes_RLK)
-        description, stored[0] = _split(turn, rows + 1 - len(result.token_ids_N))
-        absent = dict.fromkeys(("routes_RLK", "sampling_mask", "selected_RLb"))
-        return [replace(result, **absent, stored=description), *stored]
+        if not isinstance(result.recordings, Recordings):  # no token was sampled
+            return [result, *stored]
+        rows = result.recordings.lengths.get("routes_RLK", 0)
+        description, stored[0] = _split(result.recordings, rows + 1 - len(result.token_ids_N))
+        return [replace(result, recordings=description), *stored]
     segments = [trajectory.segments[0] for trajectory in result.trajectories]
     wholes = [
         Recordings(
@@ -471,15 +467,14 @@ def _narrow(values: NDArray[Any]) -> NDArray[Any]:
 def attach(result: Group | TurnResult, keys: Sequence[Any]) -> Group | TurnResult:
     """Add the `keys` of the stored recordings, one per completion, to a result from `detach`."""
 
-    def with_key(part: Any, key: Any) -> Any:
-        if part.stored is None or part.stored.parts:
-            return part
-        return replace(part, stored=replace(part.stored, parts=((0, key),)))
+    def with_key(stored: Any, key: Any) -> Any:
+        return stored if stored is None or stored.parts else replace(stored, parts=((0, key),))
 
     if isinstance(result, TurnResult):
-        return with_key(result, keys[0])
-    trajectories = tuple(
-        replace(one, segments=tuple(with_key(part, keys[one.sibling]) for part in one.segments))
-        for one in result.trajectories
-    )
-    return replace(result, trajectories=trajectories)
+        return replace(result, recordings=with_key(result.recordings, keys[0]))
+    trajectories: list[Trajectory] = []
+    for one in result.trajectories:
+        (segment,) = one.segments
+        segment = replace(segment, stored=with_key(segment.stored, keys[one.sibling]))
+        trajectories.append(replace(one, segments=(segment,)))
+    return replace(result, trajectories=tuple(trajectories))

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,20 +23,6 @@ from keel.rollout.spec import WIDEST_MASK, RecordingError
 if TYPE_CHECKING:
     from vllm import LLMEngine
     from vllm.outputs import CompletionOutput
-
-
-class Recording(NamedTuple):
-    """The data recorded for a completion of G tokens after a prompt of P tokens."""
-
-    logp: NDArray[np.float32]
-    """[G] log-probability of each sampled token, after temperature and truncation. If any value is
-    not finite, the completion is dropped and `arrays` may be empty."""
-    arrays: Recordings = Recordings()
-    """Routes and selections of the positions `routes_from` … P+G−2, and the G sampling masks.
-
-    Each row was computed with the weights that sampled the next token. Rows of prompt positions
-    were computed with the weights that sampled the completion's first token.
-    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +68,17 @@ class Recorder(ABC):
         self._options[request_id] = options
 
     @abstractmethod
-    def take(self, request_id: str, prompt_tokens: int, output: CompletionOutput) -> Recording:
-        """Remove and return the recording of a finished request. Must be called before the engine's
-        next step. Raises RecordingError if a token is missing."""
+    def take(
+        self, request_id: str, prompt_tokens: int, output: CompletionOutput
+    ) -> tuple[NDArray[np.float32], Recordings]:
+        """Remove and return the recordings of a finished request: the log-probability of each
+        sampled token, after temperature and truncation, and the large arrays. Must be called before
+        the engine's next step.
+
+        Each row of routes was computed with the weights that sampled the next token, and rows of
+        prompt positions with those that sampled the first token. If a log-probability is not
+        finite, the completion is dropped, and the arrays may be empty. Raises RecordingError if a
+        token is missing."""
 
     def forget(self, request_id: str) -> None:
         """Delete the recording of an aborted request."""

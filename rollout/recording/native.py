@@ -13,7 +13,6 @@ from keel.configs.schema import SamplingConfig
 from keel.rl.types import Recordings, SamplingMasks
 from keel.rollout.recording.base import (
     Recorder,
-    Recording,
     RecordingOptions,
     check_count,
     check_routed,
@@ -75,7 +74,9 @@ class NativeRecorder(Recorder):
         start = {"routed_experts_prompt_start": options.routes_from} if options.routes else {}
         return {"logprobs": 0, "flat_logprobs": True, **bound, **start}
 
-    def take(self, request_id: str, prompt_tokens: int, output: CompletionOutput) -> Recording:
+    def take(
+        self, request_id: str, prompt_tokens: int, output: CompletionOutput
+    ) -> tuple[NDArray[np.float32], Recordings]:
         options, sampled = self._options.pop(request_id), len(output.token_ids)
         blocks = self._blocks.pop(request_id, [])
         flat = cast("FlatLogprobs | None", output.logprobs)  # requested in `sampling_args`
@@ -90,7 +91,7 @@ class NativeRecorder(Recorder):
         logp = np.asarray(flat.logprobs, np.float32)[first]
         if not np.isfinite(logp).all():
             self.forget(request_id)
-            return Recording(logp)
+            return logp, Recordings()
         masks = routes = selected = None
         start = options.routes_from
         count = prompt_tokens + sampled - 1 - start
@@ -112,8 +113,7 @@ class NativeRecorder(Recorder):
             rows = self._rows(request_id, count, read)
             selected = rows[..., : -(-(start + count) // 8)]
             _check_selected(request_id, selected, start, self._top_k)
-        arrays = Recordings(routes_RLK=routes, sampling_mask=masks, selected_RLb=selected)
-        return Recording(logp, arrays)
+        return logp, Recordings(routes_RLK=routes, sampling_mask=masks, selected_RLb=selected)
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)

@@ -19,7 +19,6 @@ from keel.configs.schema import SamplingConfig
 from keel.rl.types import Recordings
 from keel.rollout.recording.base import (
     Recorder,
-    Recording,
     RecordingOptions,
     check_count,
     check_routed,
@@ -73,7 +72,9 @@ class PackedRecorder(Recorder):
         super().expect(request_id, options)
         self._scheduler.recordings[request_id] = PackedRecording(with_masks=options.sampling_mask)
 
-    def take(self, request_id: str, prompt_tokens: int, output: CompletionOutput) -> Recording:
+    def take(
+        self, request_id: str, prompt_tokens: int, output: CompletionOutput
+    ) -> tuple[NDArray[np.float32], Recordings]:
         options = self._options.pop(request_id)
         packed: PackedRecording = self._scheduler.recordings.pop(request_id)
         sampled = len(output.token_ids)
@@ -81,7 +82,7 @@ class PackedRecorder(Recorder):
         check_count(request_id, "logprobs", len(logp), sampled)
         if not np.isfinite(logp).all():
             self.forget(request_id)
-            return Recording(logp)
+            return logp, Recordings()
         masks = routes = None
         if options.routes:
             first = options.routes_from
@@ -92,8 +93,8 @@ class PackedRecorder(Recorder):
             check_routed(request_id, routes)
         if options.sampling_mask:
             masks = sort_masks(request_id, packed.sampling_masks(), output)
-        arrays = Recordings(routes_RLK=routes, sampling_mask=masks)
-        return Recording(np.asarray(logp, np.float32), arrays)
+        recordings = Recordings(routes_RLK=routes, sampling_mask=masks)
+        return np.asarray(logp, np.float32), recordings
 
     def _finished_rows(self, request_id: str, first: int, count: int) -> NDArray[np.int16]:
         """Return `count` rows of routes, starting at position `first`, of a request that finished

@@ -21,7 +21,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from keel.rl.types import NO_ROUTE, Recordings, SamplingMasks
 from keel.rollout.recording.base import (
     Recorder,
-    Recording,
     RecordingOptions,
     check_count,
     check_routed,
@@ -152,7 +151,9 @@ class V1Recorder(Recorder):
         ends = rows.bincount(minlength=len(logprobs)).cumsum(0)[:-1]
         return np.split(ids.to(torch.int32).numpy(), ends.numpy())
 
-    def take(self, request_id: str, prompt_tokens: int, output: CompletionOutput) -> Recording:
+    def take(
+        self, request_id: str, prompt_tokens: int, output: CompletionOutput
+    ) -> tuple[NDArray[np.float32], Recordings]:
         options, draws = self._options.pop(request_id), self._live.pop(request_id)
         tokens = list(output.token_ids)
         check_count(request_id, "draws", len(draws), len(tokens))
@@ -170,7 +171,7 @@ class V1Recorder(Recorder):
             routes = self._rows(request_id, last - first, read)
             check_routed(request_id, routes)
         logp = np.array([step.logp[row] for step, row in draws], np.float32)
-        return Recording(logp, Recordings(routes_RLK=routes, sampling_mask=masks))
+        return logp, Recordings(routes_RLK=routes, sampling_mask=masks)
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)

@@ -19,7 +19,7 @@ from keel.agents.types import (
     Unscored,
 )
 from keel.rl.turns import Message, ToolCall, ToolSpec, TurnRequest, TurnResult
-from keel.rl.types import Prompt, SamplingMasks, Trajectory, Verdict
+from keel.rl.types import Prompt, Recordings, SamplingMasks, Trajectory, Verdict
 from keel.rollout.chat.chat import TemplateChat
 from tests.agents.episodes import result_of
 from tests.rollout.chat.families import chat_of, tokenizer_of
@@ -105,14 +105,14 @@ class Policy:
         own = np.eye(rows.stop, dtype=bool)[rows.start :, None]  # each token selects itself
         selected = np.packbits(own, axis=-1, bitorder="little")
         masks = SamplingMasks.from_lists([[n, n + 1] for n in numbers])
+        recordings = Recordings(routes_RLK=routes, sampling_mask=masks, selected_RLb=selected)
+        recordings = Recordings() if self.plain else recordings
         return TurnResult(
             token_ids_N=np.array(sampled, np.int32),
             logp_old_N=-numbers.astype(np.float32) / 1024,
             version_N=numbers,
             finish_reason="length" if cut else self.finish,
-            routes_RLK=None if self.plain else routes,
-            selected_RLb=None if self.plain else selected,
-            sampling_mask=None if self.plain else masks,
+            recordings=recordings,
             cached_tokens=7,
             sampling_s=self.seconds,
         )

@@ -22,11 +22,11 @@ from ray.cluster_utils import Cluster
 from keel.configs.schema import Config, DataConfig
 from keel.model import ray_timeouts
 from keel.rl.futures import on_thread
-from keel.rl.types import Group, Prompt
+from keel.rl.types import Group, Prompt, Recordings
 from keel.rollout import ray_engines
 from keel.rollout.engine.worker import RolloutWorker
 from keel.rollout.pool import RolloutPool
-from keel.rollout.recording.base import Recorder, Recording
+from keel.rollout.recording.base import Recorder
 from keel.rollout.spec import EngineSpec, env_vars
 from keel.trainer.placement.hardware import ENGINE
 from keel.trainer.placement.nodes import QUOTED_PYTHON, reserve_gpus
@@ -48,11 +48,11 @@ class _NoRecorder(Recorder):
     def sampling_args(self, sampling: Any, options: Any) -> dict[str, Any]:
         return {"logprobs": 0}
 
-    def take(self, request_id: str, prompt_tokens: int, output: Any) -> Recording:
+    def take(self, request_id: str, prompt_tokens: int, output: Any) -> Any:
         del self._options[request_id]
         rows = zip(output.token_ids, output.logprobs, strict=True)
         logp = np.array([row[token].logprob for token, row in rows], np.float32)
-        return Recording(logp)
+        return logp, Recordings()
 
 
 def prepare_process() -> None:

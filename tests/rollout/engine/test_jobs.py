@@ -18,7 +18,7 @@ from keel.configs.schema import (
 from keel.model.batch_invariant import VARIABLE
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.turns import TurnResult
-from keel.rl.types import SamplingMasks
+from keel.rl.types import Recordings, SamplingMasks
 from keel.rollout.engine.conversion import (
     NOT_FINITE,
     Job,
@@ -50,7 +50,7 @@ def completion(versions: Any = (4, 5), logp: Any = (-1, -2), **recorded: Any) ->
         logp_old_N=np.array(logp, np.float32),
         version_N=np.array(versions, np.int32),
         finish_reason="stop",
-        **recorded,
+        recordings=Recordings(**recorded),
     )
 
 

@@ -100,16 +100,16 @@ def test_non_finite_completions_skip_other_checks(value: float) -> None:
         "sampling_mask": SimpleNamespace(token_ids=[[7, 8], []]),
         "routed_experts": np.zeros((4, 4, 2)),
     }
-    recording = native.take("r", PROMPT, output(**changes))
-    assert np.array_equal(recording.logp, np.array([-1, value], np.float32), equal_nan=True)
-    assert recording.arrays.sampling_mask is None and recording.arrays.routes_RLK is None
+    logp, arrays = native.take("r", PROMPT, output(**changes))
+    assert np.array_equal(logp, np.array([-1, value], np.float32), equal_nan=True)
+    assert arrays.sampling_mask is None and arrays.routes_RLK is None
     assert not native._options
 
 
 def test_evaluation_records_log_probabilities_only() -> None:
     native = recorder(NEITHER)
-    recording = native.take("r", PROMPT, output(sampling_mask=None, routed_experts=None))
-    assert recording.arrays.sampling_mask is None and recording.arrays.routes_RLK is None
+    _, arrays = native.take("r", PROMPT, output(sampling_mask=None, routed_experts=None))
+    assert arrays.sampling_mask is None and arrays.routes_RLK is None
     args = native.sampling_args(SamplingConfig(), NEITHER)
     assert args["top_k"] == WIDEST_MASK and args["logprobs"] == 0
 

@@ -416,8 +416,8 @@ def non_finite_completions_skip_route_checks(config: Any) -> None:
         packed.ids.append(np.array([7, 8], np.int32))
         packed.sizes.append(np.array([1, 1]))
         completion: Any = SimpleNamespace(token_ids=[7, 0])
-        recording = recorder.take("r", 3, completion)
-        assert np.array_equal(recording.logp, np.array([-1, value], np.float32), equal_nan=True)
-        assert recording.arrays == Recordings()
+        logp, arrays = recorder.take("r", 3, completion)
+        assert np.array_equal(logp, np.array([-1, value], np.float32), equal_nan=True)
+        assert arrays == Recordings()
         assert not recorder._options
         assert not scheduler.recordings  # type: ignore[attr-defined]
