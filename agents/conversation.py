@@ -195,9 +195,9 @@ class Conversation:
             self.tools,
             thinking=self.thinking,
             turn=turn,
-            inside=self._in_thinking,
+            in_thinking=self._in_thinking,
         )
-        self._in_thinking = parsed.inside
+        self._in_thinking = parsed.in_thinking
         self.note_messages([message_of(parsed)])
         return parsed
 

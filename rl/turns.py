@@ -96,7 +96,7 @@ class Parsed:
     """True if the turn ended with a stop token. Tool calls in a truncated turn are not executed."""
     calls: tuple[ToolCall | Malformed, ...] = ()
     """Tool calls in the order in which they appear in the text."""
-    inside: bool = False
+    in_thinking: bool = False
     """True if the turn ended inside its thinking block, which the next turn then continues
     (`tools_in_thinking`)."""
 
@@ -151,12 +151,12 @@ class Chat(Protocol):
         *,
         thinking: bool,
         turn: int,
-        inside: bool = False,
+        in_thinking: bool = False,
     ) -> Parsed:
         """Parse one sampled turn's token ids. `tools` are the tools that were passed to `opening`;
         formats that write untyped arguments need their schemas. `turn` is the turn's index in the
-        conversation and determines the call ids. If this turn continues the previous one, `inside`
-        is that turn's `Parsed.inside`."""
+        conversation and determines the call ids. `in_thinking` is `Parsed.in_thinking` of the
+        previous turn, which this turn then continues."""
         ...
 
 

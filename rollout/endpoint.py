@@ -304,7 +304,7 @@ class EndpointTurns:
         *,
         thinking: bool,
         turn: int,
-        inside: bool = False,
+        in_thinking: bool = False,
     ) -> Parsed:
         reply = self._parts[sampled[0]].reply
         assert reply is not None

@@ -163,12 +163,12 @@ class RolloutPool:
         self._open: dict[int, _Request] = {}
         # Groups requested for each prompt with these weights. `EpisodeRunner` counts its own.
         self._draws: Counter[str] = Counter()
-        self._update: _WeightUpdate | None = None
-        self._asleep: Future[None] | None = None  # from the last `sleep`, until the next update
+        self._requested_update: _WeightUpdate | None = None
+        self._requested_sleep: Future[None] | None = None  # None again after an update
         self._ended: Exception | None = None
-        # Owned by the thread. Engines load the weights of `_target`, or go to sleep for `_resting`:
-        self._target: _WeightUpdate | None = None
-        self._resting: Future[None] | None = None
+        # Owned by the thread: what engines do now, once it has taken the request from the queue.
+        self._current_update: _WeightUpdate | None = None
+        self._current_sleep: Future[None] | None = None
         self._stalls = _StallDetector()
         self._queue: list[_Request] = []
         self._homes: OrderedDict[str, int] = OrderedDict()  # slot by conversation, oldest first
@@ -244,19 +244,20 @@ class RolloutPool:
         with self._lock:
             if self._ended is not None:
                 return failed(self._ended)
-            if self._update is not None and not self._update.done.done():
+            last = self._requested_update
+            if last is not None and not last.done.done():
                 raise RuntimeError(
-                    f"rollout pool: the update to version {self._update.version} is not finished. "
-                    f"Wait for it before sending version {version}"
+                    f"rollout pool: the update to version {last.version} is not finished. Wait for "
+                    f"it before sending version {version}"
                 )
-            if self._update is None or self._update.version != version:
+            if last is None or last.version != version:
                 # Open groups may still be sampled from these weights and keep their draws.
                 open_samples = [request.sample for request in self._open.values()]
                 groups = [sample for sample in open_samples if isinstance(sample, GroupRequest)]
                 names = {group.prompt.prompt_id for group in groups}
                 self._draws = Counter({name: self._draws[name] for name in names})
-            self._update, self._asleep = update, None
-            self._calls.put(lambda: self._follow(update))
+            self._requested_update, self._requested_sleep = update, None
+            self._calls.put(lambda: self._begin_update(update))
         return update.done
 
     def sleep(self) -> Future[None]:
@@ -267,11 +268,11 @@ class RolloutPool:
         the last checkpoint can be saved.
         """
         with self._lock:
-            update = self._update
+            update = self._requested_update
             if update is None or update.done.done():
-                if (asleep := self._asleep) is None:
-                    asleep = self._asleep = done() if self._ended is not None else Future()
-                    self._calls.put(lambda: self._rest(asleep))
+                if (asleep := self._requested_sleep) is None:
+                    asleep = self._requested_sleep = done() if self._ended is not None else Future()
+                    self._calls.put(lambda: self._put_to_sleep(asleep))
                 return asleep
         return then(update.done, lambda _: self.sleep())
 
@@ -311,7 +312,7 @@ class RolloutPool:
             self._end(error)
         with self._lock:
             ended, requests = self._ended, list(self._open.values())
-            update, asleep = self._update, self._asleep
+            update, asleep = self._requested_update, self._requested_sleep
         assert ended is not None
         for request in requests:
             request.reply.cancel()
@@ -430,31 +431,32 @@ class RolloutPool:
             request.sent = time.monotonic()
         if all(slot.pending is None for slot in self.slots):
             settle(self._started, lambda: tuple(dict.fromkeys(self._warnings)))
-        if self._resting is not None:
-            self._rest(self._resting)
-        elif self._target is not None:
-            if slot.stage == "asleep" or self._target.version > slot.version:
-                self._load(self._target, [slot])
+        update = self._current_update
+        if self._current_sleep is not None:
+            self._put_to_sleep(self._current_sleep)
+        elif update is not None:
+            if slot.stage == "asleep" or update.version > slot.version:
+                self._load(update, [slot])
             self._check_updated()
 
-    def _rest(self, resting: Future[None]) -> None:
-        self._resting = resting
+    def _put_to_sleep(self, asleep: Future[None]) -> None:
+        self._current_sleep = asleep
         for slot in self.slots:
             if slot.stage == "ready":
                 self._await(slot, "going to sleep", slot.engine.sleep(), self._update_s)
         if all(slot.stage == "asleep" for slot in self.slots):
-            settle(resting, lambda: None)
+            settle(asleep, lambda: None)
 
-    def _follow(self, target: _WeightUpdate) -> None:
-        self._target, self._resting = target, None
-        self._load(target, [slot for slot in self.slots if slot.stage in ("ready", "asleep")])
+    def _begin_update(self, update: _WeightUpdate) -> None:
+        self._current_update, self._current_sleep = update, None
+        self._load(update, [slot for slot in self.slots if slot.stage in ("ready", "asleep")])
 
-    def _load(self, target: _WeightUpdate, slots: Sequence[_EngineSlot]) -> None:
+    def _load(self, update: _WeightUpdate, slots: Sequence[_EngineSlot]) -> None:
         if not slots:
             return
-        deliveries = target.transfer([slot.engine.receiver for slot in slots])
+        deliveries = update.transfer([slot.engine.receiver for slot in slots])
         for slot, delivery in zip(slots, deliveries, strict=True):
-            slot.version = target.version
+            slot.version = update.version
             self._await(slot, "loading", slot.engine.guarded(delivery), self._update_s)
 
     def _check_updated(self) -> None:
@@ -466,8 +468,9 @@ class RolloutPool:
         """
         waited_for = self._config.time_share
         rest = [slot for slot in self.slots if slot.stage != "starting" or waited_for]
-        if self._target is not None and rest and all(slot.stage == "ready" for slot in rest):
-            settle(self._target.done, lambda: None)
+        update = self._current_update
+        if update is not None and rest and all(slot.stage == "ready" for slot in rest):
+            settle(update.done, lambda: None)
 
     def _check_engines(self) -> None:
         """Replace engines that missed a deadline or hang."""

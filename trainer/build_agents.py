@@ -61,9 +61,9 @@ def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
         )
         check_prefix_law(chat, modes=sorted(modes), tools=())
         if any(map(config.calls_in_thinking, config.data.sources)):
-            inside = chat.inside_thinking()
-            check_prefix_law(inside, modes=[True])
-            check_calls_in_thinking(inside)
+            thinking_chat = chat.with_tools_in_thinking()
+            check_prefix_law(thinking_chat, modes=[True])
+            check_calls_in_thinking(thinking_chat)
     except ValueError as error:
         raise _unusable(config, error) from error
     return chat
@@ -215,7 +215,7 @@ def episode_runner(
     def kind(source: SourceConfig) -> EpisodeKind:
         own_chat = chat
         if isinstance(chat, TemplateChat) and config.calls_in_thinking(source):
-            own_chat = chat.inside_thinking()
+            own_chat = chat.with_tools_in_thinking()
         factory = environment_factory(config, source, starting, closing)
         elsewhere = not (source.environment.program_only or source.environment.url)
         if place is not None and elsewhere:

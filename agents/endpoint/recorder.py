@@ -210,14 +210,14 @@ class TrajectoryRecorder:
             request.tools,
             thinking=self._thinking,
             turn=self._usage.turns,
-            inside=before is not None and before.in_thinking,
+            in_thinking=before is not None and before.in_thinking,
         )
         full = result.finish_reason == "length" and len(record.ids) >= self._budget.window
         ended: FinishReason = "window" if full else result.finish_reason
         message = replace_surrogates(message_of(parsed))
         if ended != "stop" or not request.may_call or not parsed.closed:
             message.pop("tool_calls", None)  # clients run calls whatever the finish reason
-        turn = _Turn(record, len(record.ids), tools_key, message, in_thinking=parsed.inside)
+        turn = _Turn(record, len(record.ids), tools_key, message, in_thinking=parsed.in_thinking)
         verbatim = len(message.get("tool_calls", ())) == len(parsed.calls)
         self.index.add(request, keys, turn, verbatim=verbatim)
         self._usage = add_turn(self._usage, result, repeated=repeated)

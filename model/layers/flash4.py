@@ -117,9 +117,9 @@ def _attention_and_grads(
     inputs: Sequence[Tensor], segments: Segments, window: int | None
 ) -> list[Tensor]:
     *leaves, grad = inputs
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    query, key, value = leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     with torch.enable_grad():
-        output = attend(*leaves, segments, None, window)
+        output = attend(query, key, value, segments, None, window)
         grads = torch.autograd.grad(output, leaves, grad)
     return [x.detach().float() for x in (output, *grads)]
 

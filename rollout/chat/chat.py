@@ -88,7 +88,7 @@ class TemplateChat:
         except ValueError:
             self._arguments_as_text = True
 
-    def inside_thinking(self) -> TemplateChat:
+    def with_tools_in_thinking(self) -> TemplateChat:
         result = copy.copy(self)
         result.tools_in_thinking = True
         return result
@@ -126,17 +126,16 @@ class TemplateChat:
         turn = self._last_turn(ids)
         from_user = any(role in USER_ROLES for role in roles)
         if self.tools_in_thinking:  # an earlier turn may have opened it
-            inside = (from_user or not closed) and self.marks.ends_open(self.decode(ids))
+            in_thinking = (from_user or not closed) and self.marks.ends_open(self.decode(ids))
         else:
-            inside = self._parse(
-                turn, (), opened=self.prompt_opens_thinking(thinking=thinking)
-            ).is_open
-            if inside and closed:
+            opened = self.prompt_opens_thinking(thinking=thinking)
+            in_thinking = self._parse(turn, (), opened=opened).in_thinking
+            if in_thinking and closed:
                 return None  # the format closes thinking before a turn ends
         if from_user:
             text = self.decode(ids)
             turns = text.split(self.header)[1:] if self.header else [text]
-            if inside or any(self._parse(one, (), opened=False).reasoning for one in turns):
+            if in_thinking or any(self._parse(one, (), opened=False).reasoning for one in turns):
                 return None  # the template would drop the thinking
         if not closed and self.format.message:
             _, begun, body = turn.rpartition(self.format.message)
@@ -144,7 +143,7 @@ class TemplateChat:
                 return None  # the turn was cut between two messages
         after, end = self._continuation(messages, thinking=thinking)
         if not closed:
-            closing = self._thinking_end() if inside else ""
+            closing = self._thinking_end() if in_thinking else ""
             return [*ids, *self.encoder.encode(closing + end + after)]
         sampled_end = self.encoder.text_of[ids[-1]]
         if sampled_end != end and not (self.format.equal_ends and end in self.ends):
@@ -158,14 +157,14 @@ class TemplateChat:
         *,
         thinking: bool,
         turn: int,
-        inside: bool = False,
+        in_thinking: bool = False,
     ) -> Parsed:
         """Parse a turn that the policy sampled (see `Chat.parse`)."""
         sampled = list(sampled)
         closed = bool(sampled) and sampled[-1] in self._end_ids
         text = self.decode(sampled[:-1] if closed else sampled)
-        opened = inside or self.prompt_opens_thinking(thinking=thinking)
-        parsed = self._parse(text, tools, opened=opened, inside=self.tools_in_thinking)
+        opened = in_thinking or self.prompt_opens_thinking(thinking=thinking)
+        parsed = self._parse(text, tools, opened=opened, tools_in_thinking=self.tools_in_thinking)
         calls: list[ToolCall | Malformed] = []
         for item in parsed.items:
             call_id = f"call_{turn}_{len(calls)}"
@@ -182,7 +181,7 @@ class TemplateChat:
             reasoning=unmark(self.encoder.remove_special(parsed.reasoning)).strip(),
             closed=closed,
             calls=tuple(calls),
-            inside=self.tools_in_thinking and parsed.is_open,
+            in_thinking=self.tools_in_thinking and parsed.in_thinking,
         )
 
     def text(
@@ -296,9 +295,16 @@ class TemplateChat:
         return prefix[max(starts) :].strip() if starts else prefix.strip()
 
     def _parse(
-        self, text: str, tools: Sequence[ToolSpec], *, opened: bool, inside: bool = False
+        self,
+        text: str,
+        tools: Sequence[ToolSpec],
+        *,
+        opened: bool,
+        tools_in_thinking: bool = False,
     ) -> ParsedTurn:
-        return self.format.read(text, tools, opened=opened, inside=inside, marks=self.marks)
+        return self.format.read(
+            text, tools, opened=opened, tools_in_thinking=tools_in_thinking, marks=self.marks
+        )
 
     def _last_turn(self, ids: Sequence[int]) -> str:
         """Return the text of the policy's last turn, possibly preceded by other text."""

@@ -80,7 +80,7 @@ class ParsedTurn:
     content: str
     reasoning: str
     items: Sequence[_Item] = ()
-    is_open: bool = False  # True if the turn ends before its thinking is closed
+    in_thinking: bool = False  # True if the turn ends before its thinking is closed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,35 +103,35 @@ class _Format:
         tools: Sequence[ToolSpec],
         *,
         opened: bool,
-        inside: bool,
+        tools_in_thinking: bool,
         marks: ThinkingMarks,
     ) -> ParsedTurn:
-        """Parse a turn whose thinking is enclosed in `marks` (see `_split_thinking`). If `inside`
-        is set, only tool calls made while thinking are valid."""
+        """Parse a turn whose thinking is enclosed in `marks` (see `_split_thinking`). With
+        `tools_in_thinking`, only tool calls made while thinking are valid."""
         if self.name == "harmony":
-            return read_harmony(text, inside=inside)
-        reasoning, content, is_open = _split_thinking(
-            text, opened=opened, inside=inside, marks=marks, form=self
+            return read_harmony(text, tools_in_thinking=tools_in_thinking)
+        reasoning, content, in_thinking = _split_thinking(
+            text, opened=opened, tools_in_thinking=tools_in_thinking, marks=marks, form=self
         )
         items: list[_Item] = []
-        if inside:
+        if tools_in_thinking:
             reasoning, calls = self.find_calls(reasoning, tools)
             items += calls
         content, calls = self.find_calls(content, tools)
         for call in calls:
-            if inside and isinstance(call, Written):
+            if tools_in_thinking and isinstance(call, Written):
                 text = f"{call.name} {json.dumps(dict(call.arguments), ensure_ascii=False)}"
                 between = f"between {marks.open} and {marks.close}"
                 call = Broken(text, f"tools are called while thinking, {between}, not outside")
             items.append(call)
-        return ParsedTurn(content.strip(), reasoning.strip(), items, is_open)
+        return ParsedTurn(content.strip(), reasoning.strip(), items, in_thinking)
 
 
 def _split_thinking(
     text: str,
     *,
     opened: bool,
-    inside: bool = False,
+    tools_in_thinking: bool = False,
     marks: ThinkingMarks = THINK,
     form: _Format | None = None,
 ) -> tuple[str, str, bool]:
@@ -140,7 +140,8 @@ def _split_thinking(
 
     A turn that never closes its thinking has no content. If the first mark closes thinking, the
     text before it is reasoning. Set `opened` if the prompt already opened the thinking, and
-    `inside` if the thinking may contain tool calls. Thinking marks inside a call are ordinary text.
+    `tools_in_thinking` if the thinking may contain tool calls. Thinking marks in a call are
+    ordinary text.
     """
     opening, closing = re.escape(marks.open), re.escape(marks.close)
     call, end = (form and form.call_start) or r"(?!)", re.escape(form.call_end if form else "")
@@ -163,7 +164,7 @@ def _split_thinking(
     position, thoughts, answer = 0, list[str](), list[str]()
     while True:
         if thinks:
-            mark = first(f"{closing}|{closed}" if inside else closing, position)
+            mark = first(f"{closing}|{closed}" if tools_in_thinking else closing, position)
         elif has_only_calls(position) and not any(map(str.strip, answer[-1:])):
             mark = None
         else:
@@ -307,9 +308,9 @@ def _tiny_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
     return content, [_tiny_call(line, tools) for line in lines if line.startswith("@")]
 
 
-def read_harmony(text: str, *, inside: bool) -> ParsedTurn:
+def read_harmony(text: str, *, tools_in_thinking: bool) -> ParsedTurn:
     """Parse a gpt-oss turn, which consists of messages with a channel and, for tool calls, a
-    recipient. Calls in the `analysis` channel are valid only if `inside` is set."""
+    recipient. Calls in the `analysis` channel are valid only if `tools_in_thinking` is set."""
     reasoning: list[str] = []
     content: list[str] = []
     items: list[_Item] = []
@@ -321,7 +322,7 @@ def read_harmony(text: str, *, inside: bool) -> ParsedTurn:
             continue
         channel = re.search(r"<\|channel\|>\s*(\w+)", head)
         recipient = re.search(r"to=(\S+?)(?=[\s<]|$)", head)
-        if recipient and (inside or not channel or channel[1] != "analysis"):
+        if recipient and (tools_in_thinking or not channel or channel[1] != "analysis"):
             items.append(_parse_call(recipient[1].removeprefix("functions."), body))
         elif channel and channel[1] == "analysis":
             reasoning.append(body)

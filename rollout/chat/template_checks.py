@@ -65,15 +65,15 @@ def check_calls_in_thinking(chat: TemplateChat) -> None:
     first, second = ([*ids, *turn] for turn in (inside, outside))
     extended, usual = (chat.extend(turn, after, thinking=True) for turn in (first, second))
     rest = chat.encoder.encode(f"Thought1z{close}Said1z")
-    end = chat.parse(rest, _TOOLS, thinking=True, turn=1, inside=True)
+    end = chat.parse(rest, _TOOLS, thinking=True, turn=1, in_thinking=True)
     if not (
         close in text
         and [type(one) for one in call.calls] == [ToolCall]
         and [type(one) for one in late.calls] == [Malformed]
-        and call.inside
+        and call.in_thinking
         and usual is not None
         and extended == [*first, *usual[len(second) :]]
-        and (end.reasoning, end.content, end.inside) == ("Thought1z", "Said1z", False)
+        and (end.reasoning, end.content, end.in_thinking) == ("Thought1z", "Said1z", False)
     ):
         raise ValueError(
             f"{chat.label}: tool calls inside its thinking do not work. Turn "

@@ -85,7 +85,7 @@ def _translate_marks(text: str, marks: ThinkingMarks) -> str:
         text = text.replace(usual, f"{usual[0]} {usual[1:]}")
     if marks != HARMONY:
         return text.replace(marks.open, THINK.open).replace(marks.close, THINK.close)
-    turn = read_harmony(text, inside=False)
+    turn = read_harmony(text, tools_in_thinking=False)
     stray = [item.text for item in turn.items if isinstance(item, Broken)]
     thoughts = "\n".join([*filter(None, [turn.reasoning]), *stray])
     if not thoughts:

@@ -526,7 +526,7 @@ class TrainerEngine:
 
     # Weights
 
-    def buckets(self, *, requested: bool, bucket_bytes: int | None = None) -> Iterator[FlatBucket]:
+    def buckets(self, *, requested: bool) -> Iterator[FlatBucket]:
         """Yield the current weights on this rank's device, in the engines' dtype. If `requested` is
         False, only help the other ranks gather weights, without yielding any. With
         `rollout.time_share`, engines wake up during this call, so tensors that don't fit alongside
@@ -536,14 +536,13 @@ class TrainerEngine:
         self._offload.offload(weights=False)
         if requested:
             dtype = getattr(torch, self._config.engine_dtype)
-            size = bucket_bytes or self._config.trainer.publish_bucket_mib * MIB
-            yield from self._weights.buckets(dtype, size)
+            yield from self._weights.buckets(dtype, self._config.trainer.publish_bucket_mib * MIB)
         else:
             self._weights.gather_along()
         self._offload.offload(weights=True)
 
-    def publish(self, bucket_bytes: int | None = None) -> Iterator[Bucket]:
-        return in_host_memory(self.buckets(requested=self._rank == 0, bucket_bytes=bucket_bytes))
+    def publish(self) -> Iterator[Bucket]:
+        return in_host_memory(self.buckets(requested=self._rank == 0))
 
     def export(self, folder: Path) -> dict[str, Entry]:
         self._offload.load()

@@ -127,7 +127,7 @@ class Weights:
 
     def __init__(self, model: PreTrainedModel, experts: ExpertLayers, *, stage: int) -> None:
         self._model, self._experts, self._stage = model, experts, stage
-        self._packers: dict[tuple[int, torch.dtype], BucketPacker] = {}
+        self._packer: BucketPacker | None = None
 
     @property
     def gathered(self) -> bool:
@@ -142,10 +142,9 @@ class Weights:
             yield name, convert(name, tensor)
 
     def buckets(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[FlatBucket]:
-        key = bucket_bytes, dtype
-        if key not in self._packers:
-            self._packers[key] = BucketPacker(self._model, dtype, bucket_bytes, whole=self._whole)
-        return self._packers[key].buckets()
+        if self._packer is None:
+            self._packer = BucketPacker(self._model, dtype, bucket_bytes, whole=self._whole)
+        return self._packer.buckets()
 
     def gather_along(self) -> None:
         """Help gather the weights while rank 0 iterates over them."""

@@ -207,9 +207,13 @@ def test_ids_equal_those_of_a_rollout(thinking: bool, inside: bool) -> None:
                 sampled = ids[start:end]
                 assert TOKENIZER.decode(sampled[-1]) == TURN_END
                 parsed = chat.parse(
-                    sampled, pair.tools, thinking=thinking, turn=turn, inside=inside and turn > 0
+                    sampled,
+                    pair.tools,
+                    thinking=thinking,
+                    turn=turn,
+                    in_thinking=inside and turn > 0,
                 )
-                assert parsed.inside == inside
+                assert parsed.in_thinking == inside
                 function = turns[turn]["tool_calls"][0]["function"]
                 (call,) = parsed.calls
                 assert call.name == function["name"]  # pyright: ignore

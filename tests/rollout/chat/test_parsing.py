@@ -237,12 +237,12 @@ def test_marks_in_a_calls_arguments_are_theirs(name: str, code: str, thought: st
     before = f"<think>\n{thought}\n</think>\n\n" if thought else ""
     parsed = parse(name, before + MARKED_CALLS[name].format(code))
     assert parsed.calls == (ToolCall(call_id="call_3_0", name="python", arguments={"code": code}),)
-    assert (parsed.content, parsed.reasoning, parsed.inside) == ("", thought, False)
+    assert (parsed.content, parsed.reasoning, parsed.in_thinking) == ("", thought, False)
     if name == "qwen3":
         inside = parse(
             name, f"<think>so {MARKED_CALLS[name].format(code)} and</think>Yes.", inside=True
         )
-        assert (inside.content, inside.inside, len(inside.calls)) == ("Yes.", False, 1)
+        assert (inside.content, inside.in_thinking, len(inside.calls)) == ("Yes.", False, 1)
 
 
 @given(
