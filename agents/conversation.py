@@ -40,7 +40,7 @@ class SegmentRecord:
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(len(result.token_ids_N) for _, result in self._turns)
+        return sum(len(result.token_ids_R) for _, result in self._turns)
 
     def request(
         self,
@@ -64,37 +64,37 @@ class SegmentRecord:
     def append_turn(self, request: TurnRequest, result: TurnResult) -> None:
         """Append a turn to the segment. Raises ValueError if the result is incomplete or was
         sampled from another context."""
-        context, sampled = len(self.ids), len(result.token_ids_N)
+        context, sampled = len(self.ids), len(result.token_ids_R)
         name = f"conversation {request.conversation}"
         lengths = {
             **_lengths(result),
-            "logp_old_N": len(result.logp_old_N),
-            "version_N": len(result.version_N),
+            "logp_old_R": len(result.logp_old_R),
+            "version_R": len(result.version_R),
         }
         if len(request.token_ids_T) != context or request.routes_from != self._rows:
             raise ValueError(f"{name}: a turn of an older context")
         rows = max(context + sampled - 1, self._rows)
         for field, expected in (
-            ("logp_old_N", sampled),
-            ("version_N", sampled),
+            ("logp_old_R", sampled),
+            ("version_R", sampled),
             ("sampling_mask", sampled),
-            ("routes_RLK", rows - self._rows),
-            ("selected_RLb", rows - self._rows),
+            ("routes_TLK", rows - self._rows),
+            ("selected_TLb", rows - self._rows),
         ):
             if (length := lengths.get(field, expected)) != expected:
                 raise ValueError(f"{name}: {field} has {length} entries, expected {expected}")
         first = self._turns[0][1] if self._turns else result
-        if ("routes_RLK" in _lengths(result)) != ("routes_RLK" in _lengths(first)):
+        if ("routes_TLK" in _lengths(result)) != ("routes_TLK" in _lengths(first)):
             raise ValueError(f"{name}: only some of its turns have routes")
         self._turns.append((context, result))
-        self.ids += result.token_ids_N.tolist()
+        self.ids += result.token_ids_R.tolist()
         self._rows = rows
 
     def drop_extension(self) -> None:
         """Remove the ids after the last turn, because its messages are tokenized again together
         with later ones."""
         start, result = self._turns[-1]
-        del self.ids[start + len(result.token_ids_N) :]
+        del self.ids[start + len(result.token_ids_R) :]
 
     def extend(self, ids: Sequence[int]) -> None:
         """Extend the context to `ids`. Raises ValueError if `ids` doesn't start with the current
@@ -104,16 +104,16 @@ class SegmentRecord:
         self.ids += ids[len(self.ids) :]
 
     def segment(self) -> Segment | None:
-        spans = [(start, result) for start, result in self._turns if len(result.token_ids_N) > 0]
+        spans = [(start, result) for start, result in self._turns if len(result.token_ids_R) > 0]
         if not spans:
             return None
-        tokens = spans[-1][0] + len(spans[-1][1].token_ids_N)
+        tokens = spans[-1][0] + len(spans[-1][1].token_ids_R)
         trainable, logp = np.zeros(tokens, np.bool_), np.zeros(tokens, np.float32)
         versions = np.full(tokens, -1, np.int32)
         for start, result in spans:
-            part = slice(start, start + len(result.token_ids_N))
-            trainable[part], logp[part] = True, result.logp_old_N
-            versions[part] = result.version_N
+            part = slice(start, start + len(result.token_ids_R))
+            trainable[part], logp[part] = True, result.logp_old_R
+            versions[part] = result.version_R
         recorded = [(start, result.recordings) for start, result in self._turns]
         stored = [(start, r) for start, r in recorded if isinstance(r, StoredRecordings)]
         loaded = [(start, r) for start, r in recorded if isinstance(r, Recordings)]
@@ -191,7 +191,7 @@ class Conversation:
         turn = sum(record.turns for record in self._records)
         self._records[-1].append_turn(request, result)
         parsed = self._chat.parse(
-            result.token_ids_N.tolist(),
+            result.token_ids_R.tolist(),
             self.tools,
             thinking=self.thinking,
             turn=turn,

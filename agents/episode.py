@@ -262,7 +262,7 @@ class Episode:
         )
         result = await self.sample(request)
         self.usage = add_turn(self.usage, result, repeated=request.routes_from)
-        if not len(result.token_ids_N):
+        if not len(result.token_ids_R):
             return "deadline"
         parsed = conversation.append_turn(request, result)
         if result.finish_reason == "deadline":

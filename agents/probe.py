@@ -146,9 +146,9 @@ async def try_program(
         is_cut = len(ids) > request.max_tokens
         ids = ids[: request.max_tokens]
         return TurnResult(
-            token_ids_N=ids,
-            logp_old_N=np.zeros(len(ids), np.float32),
-            version_N=np.zeros(len(ids), np.int32),
+            token_ids_R=ids,
+            logp_old_R=np.zeros(len(ids), np.float32),
+            version_R=np.zeros(len(ids), np.int32),
             finish_reason="length" if is_cut else "stop",
         )
 

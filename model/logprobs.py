@@ -62,7 +62,7 @@ def support_logprobs(
         log π(o) = z_o/τ − logsumexp_{v∈S} z_v/τ,   z = W h
 
     This implements Keep Sampling Mask (DeepSeek-V3.2, 2025, section 3.1), with exact gradients for
-    `hidden` and `weight`. Returns [T] float32. See `support_head` for the arguments.
+    `hidden` and `weight`. Returns [R] float32. See `support_head` for the arguments.
     """
     return support_head(hidden, weight, targets, kept_ids, kept_offsets, temperature=temperature)[0]
 
@@ -84,12 +84,12 @@ def support_head(
     sampling mask.
 
     Args:
-        hidden: [T, d] floats; row t predicts `targets[t]`.
+        hidden: [R, d] floats; row r predicts `targets[r]`.
         weight: [V, d], same dtype and device as `hidden`.
-        targets: [T] integers, each in its sampling mask.
+        targets: [R] integers, each in its sampling mask.
         kept_ids: [nnz] integers, the concatenated sampling masks.
-        kept_offsets: [T+1] integers; the mask of token t is
-            `kept_ids[kept_offsets[t]:kept_offsets[t+1]]`, empty for the whole vocabulary.
+        kept_offsets: [R+1] integers; the mask of target r is
+            `kept_ids[kept_offsets[r]:kept_offsets[r+1]]`, empty for the whole vocabulary.
         temperature: τ, above 0.
         bias: [V] floats; None for no bias.
         scale: factor of the logits z = scale · (W·h + bias).
@@ -98,8 +98,8 @@ def support_head(
             index tensors.
 
     Returns:
-        Both [T] float32 (computed in float64 for float64 inputs). The log-probabilities have exact
-        gradients for `hidden`, `weight` and `bias`; the entropy has none. With T = 0 the
+        Both [R] float32 (computed in float64 for float64 inputs). The log-probabilities have exact
+        gradients for `hidden`, `weight` and `bias`; the entropy has none. With R = 0 the
         gradients exist and are zero.
 
     Raises:
@@ -134,7 +134,7 @@ def support_head(
     device = hidden.device
     targets = to_device(targets.long(), device)
     ids = to_device(kept_ids.long(), device)
-    if sizes.all():  # all tokens are truncated, or T = 0
+    if sizes.all():  # all tokens are truncated, or R = 0
         pairs = _Pairs.of(ids, offsets, sizes)
         return _MaskedHead.apply(hidden, weight, bias, targets, pairs, curve)
     if not len(ids):
@@ -185,7 +185,7 @@ class _Pairs:
     rows: Tensor
     """[nnz] int64, row of `hidden` for each pair, in ascending order."""
     host_offsets: NDArray[np.int64]
-    """[T+1] start of each token's pairs, in host memory."""
+    """[R+1] start of each token's pairs, in host memory."""
 
     @staticmethod
     def of(ids: Tensor, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> _Pairs:
@@ -195,7 +195,7 @@ class _Pairs:
         return _Pairs(ids, rows, offsets)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum the values of each token's pairs: [nnz] → [T]."""
+        """Sum the values of each token's pairs: [nnz] → [R]."""
         return values.new_zeros(len(self.host_offsets) - 1).index_add_(0, self.rows, values)
 
     def flat(self, row: slice, pair: slice, vocab: int) -> Tensor:
@@ -440,8 +440,8 @@ def _check_shapes(
     named |= {"kept_ids": kept_ids, "kept_offsets": kept_offsets}
     actual = [f"{name} {x.dtype} {list(x.shape)}" for name, x in named.items() if x is not None]
     raise ValueError(
-        "hidden [T, d], weight [V, d] and bias [V] must be floats that match, and targets [T], "
-        f"kept_ids [nnz] and kept_offsets [T+1] integers; they are {', '.join(actual)}"
+        "hidden [R, d], weight [V, d] and bias [V] must be floats that match, and targets [R], "
+        f"kept_ids [nnz] and kept_offsets [R+1] integers; they are {', '.join(actual)}"
     )
 
 
@@ -533,7 +533,7 @@ class SupportHead(nn.Linear):
         temperature: float = 1.0,
         memo: dict[Any, Any] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the log-probabilities and entropies of `targets`, both [T] float32 (see
+        """Return the log-probabilities and entropies of `targets`, both [R] float32 (see
         `support_head`). Without `targets`, return W·h + bias with no scaling or capping, just like
         the replaced layer, so that `model(...).logits` and `model.generate` keep working."""
         if targets is None:

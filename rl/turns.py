@@ -203,12 +203,12 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnResult:
-    """The N tokens sampled after a context of T tokens, along with the data the trainer needs."""
+    """The R tokens sampled in a turn, along with the data the trainer needs."""
 
-    token_ids_N: NDArray[np.int32]
-    logp_old_N: NDArray[np.float32]
+    token_ids_R: NDArray[np.int32]
+    logp_old_R: NDArray[np.float32]
     """log π_old from the engine, after temperature and truncation."""
-    version_N: NDArray[np.int32]
+    version_R: NDArray[np.int32]
     """Version of the weights that each token was sampled with."""
     finish_reason: Literal["stop", "length", "deadline"]
     recordings: Recordings | StoredRecordings | None = None

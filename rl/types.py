@@ -162,23 +162,21 @@ class SamplingMasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recordings:
-    """The large arrays recorded for a turn of N tokens after a context of T tokens, or for a
-    segment without its last row."""
+    """The large arrays recorded for a turn, or for a segment. `Segment` describes them."""
 
-    routes_RLK: NDArray[Any] | None = None
-    """[R, L, K] Experts used at positions `TurnRequest.routes_from` … T + N − 2, input-aligned. The
-    last sampled token has no row because it was never an input. None if the model has no router."""
+    routes_TLK: NDArray[Any] | None = None
+    """Experts at positions `TurnRequest.routes_from` and later. The last token has no row, because
+    it was never an input."""
     sampling_mask: SamplingMasks | None = None
-    """Sampling masks of the N tokens, or None if sampling was not truncated."""
-    selected_RLb: NDArray[np.uint8] | None = None
-    """[R, L, b] Bitmaps of the positions that sparse attention selected, with the same rows as
-    `routes_RLK` (`Segment.selected_TLb`). None if nothing was recorded."""
+    """Masks of the turn's sampled tokens, or of all tokens of the segment."""
+    selected_TLb: NDArray[np.uint8] | None = None
+    """Selections of sparse attention, with the same rows as `routes_TLK`."""
 
     @property
     def nbytes(self) -> int:
         masks = self.sampling_mask
         masks_bytes = 0 if masks is None else masks.ids.nbytes + masks.offsets.nbytes
-        arrays = (self.routes_RLK, self.selected_RLb)
+        arrays = (self.routes_TLK, self.selected_TLb)
         return masks_bytes + sum(array.nbytes for array in arrays if array is not None)
 
     @property
@@ -236,11 +234,11 @@ def join_recordings(turns: Sequence[tuple[int, Recordings]], tokens: int) -> dic
             masks += [SamplingMasks.empty(start - end), turn.sampling_mask]
             end = start + len(turn.sampling_mask)
     routes = selected = None
-    if parts := [turn.routes_RLK for _, turn in turns if turn.routes_RLK is not None]:
+    if parts := [turn.routes_TLK for _, turn in turns if turn.routes_TLK is not None]:
         rows = np.concatenate(parts) if len(parts) > 1 else parts[0]
         last = np.full((1, *rows.shape[1:]), NO_ROUTE, np.int16)
         routes = np.concatenate([rows[: tokens - 1], last], dtype=np.int16, casting="unsafe")
-    if bitmaps := [turn.selected_RLb for _, turn in turns if turn.selected_RLb is not None]:
+    if bitmaps := [turn.selected_TLb for _, turn in turns if turn.selected_TLb is not None]:
         selected = np.zeros((tokens, bitmaps[0].shape[1], bitmaps[-1].shape[2]), np.uint8)
         start = 0
         for bitmap in bitmaps:

@@ -378,9 +378,9 @@ class EndpointTurns:
 
 def _turn_result(ids: Sequence[int], finish: Any, seconds: float) -> TurnResult:
     return TurnResult(
-        token_ids_N=np.array(ids, np.int32),
-        logp_old_N=np.zeros(len(ids), np.float32),
-        version_N=np.zeros(len(ids), np.int32),
+        token_ids_R=np.array(ids, np.int32),
+        logp_old_R=np.zeros(len(ids), np.float32),
+        version_R=np.zeros(len(ids), np.int32),
         finish_reason=finish,
         sampling_s=seconds,
     )

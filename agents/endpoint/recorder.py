@@ -206,7 +206,7 @@ class TrajectoryRecorder:
             self._records.append(record)
         self.counts[how] += 1
         parsed = self._chat.parse(
-            result.token_ids_N.tolist(),
+            result.token_ids_R.tolist(),
             request.tools,
             thinking=self._thinking,
             turn=self._usage.turns,
@@ -228,7 +228,7 @@ class TrajectoryRecorder:
             message=message,
             ended=ended,
             prompt_tokens=len(ids),
-            completion_tokens=len(result.token_ids_N),
+            completion_tokens=len(result.token_ids_R),
             cached_tokens=result.cached_tokens,
         )
 
@@ -294,7 +294,7 @@ class TrajectoryRecorder:
             self._changed.set()
             if not self._sampling:
                 self._idle_since = monotonic()
-        if not len(result.token_ids_N):
+        if not len(result.token_ids_R):
             raise budget_error(self._budget, "deadline")
         record.extend(ids)
         record.append_turn(request, result)

@@ -70,7 +70,7 @@ class SupportPlan:
     ids: Tensor
     """[E] int32."""
     offsets: Tensor
-    """[T+1] int64."""
+    """[R+1] int64."""
     token: Tensor
     """[E] int32, token of each entry."""
     chunks: tuple[_Chunk, ...]
@@ -103,7 +103,7 @@ def _union_is_cheaper(entries: int, tokens: int, union: int, d: int) -> bool:
 def build_plan(
     kept_ids: Tensor, kept_offsets: Tensor, *, vocabulary: int, d: int, device: torch.device
 ) -> SupportPlan:
-    """Choose a method for each chunk of tokens. `kept_ids` [E] and `kept_offsets` [T+1] are
+    """Choose a method for each chunk of tokens. `kept_ids` [E] and `kept_offsets` [R+1] are
     integers on any device. Planning doesn't wait for the GPU if they are in host memory. Ids must
     be in [0, vocabulary) and unique within a token."""
     host_offsets = kept_offsets.cpu().numpy()
@@ -281,9 +281,9 @@ def fused_head(
     bias: Tensor | None = None,
     shape: HeadShape | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log π(target) and the entropy of each token over its sampling mask, both [T] float32.
+    """Compute log π(target) and the entropy of each token over its sampling mask, both [R] float32.
     Only the log-probability is differentiable, with respect to `hidden`, `weight` and `bias`.
-    `hidden` [T, d] and `weight` [V, d] are bfloat16, float16 or float32, `targets` [T] are
+    `hidden` [R, d] and `weight` [V, d] are bfloat16, float16 or float32, `targets` [R] are
     integers, and `bias` is [V]. The ids in a sampling mask must be unique. A target outside its
     mask has a log-probability of −inf."""
     return _SupportHead.apply(  # type: ignore[return-value]

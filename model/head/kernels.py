@@ -310,7 +310,7 @@ def span_statistics(
     targets: Tensor,
 ) -> None:
     """Write the log-probability, entropy and logsumexp of each token with a non-empty sampling mask
-    to [T] float32 tensors. A target outside its mask has a log-probability of −inf."""
+    to [R] float32 tensors. A target outside its mask has a log-probability of −inf."""
     if targets.numel():
         _span_kernel[(targets.numel(),)](
             logp, entropy, lse, logits, ids, offsets, targets, BLOCK=32, num_warps=1
@@ -340,8 +340,8 @@ def logit_coefficients(
 def hidden_gradient(
     out: Tensor, coefficient: Tensor, weight: Tensor, ids: Tensor, offsets: Tensor
 ) -> None:
-    """Write the gradient of `hidden` to `out` [T, d], with zeros for tokens without kept ids.
-    `offsets` [T+1] index into `ids`."""
+    """Write the gradient of `hidden` to `out` [R, d], with zeros for tokens without kept ids.
+    `offsets` [R+1] index into `ids`."""
     (tokens, d), tiling = out.shape, _HIDDEN_GRADIENT
     if tokens:
         _hidden_gradient_kernel[(tokens, triton.cdiv(d, tiling.columns))](
@@ -452,7 +452,7 @@ def _blocks(tokens: int, vocabulary: int) -> list[tuple[int, int]]:
 def full_statistics(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shape: HeadShape
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the log-probability, entropy and logsumexp over the whole vocabulary, each [T]
+    """Compute the log-probability, entropy and logsumexp over the whole vocabulary, each [R]
     float32."""
     tokens = hidden.shape[0]
     top = torch.full((tokens,), float("-inf"), device=hidden.device)
@@ -480,8 +480,8 @@ def full_gradients(
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of `hidden`, [T, d] float32, and add the gradients of `weight` and `bias`
-    to `grad_weight` [V, d] and `grad_bias` [V]. `lse` and `grad_logp` are [T] float32."""
+    """Return the gradient of `hidden`, [R, d] float32, and add the gradients of `weight` and `bias`
+    to `grad_weight` [V, d] and `grad_bias` [V]. `lse` and `grad_logp` are [R] float32."""
     tokens, d = hidden.shape
     grad_hidden = torch.zeros((tokens, d), device=hidden.device, dtype=torch.float32)
     for first, last in _blocks(tokens, weight.shape[0]):

@@ -145,7 +145,7 @@ class Job:
     def add(self, sibling: int, sampled: TurnResult, text: str) -> None:
         """Add a completion. `text` is its text without special tokens, or "" for a turn, which the
         chat format decodes."""
-        if np.isfinite(sampled.logp_old_N).all():
+        if np.isfinite(sampled.logp_old_R).all():
             self.done[sibling] = sampled, text
         else:
             self.dropped.append(NOT_FINITE)
@@ -164,9 +164,9 @@ class Job:
         if self.done:
             return self.done[0][0]
         return TurnResult(
-            token_ids_N=np.zeros(0, np.int32),
-            logp_old_N=np.zeros(0, np.float32),
-            version_N=np.zeros(0, np.int32),
+            token_ids_R=np.zeros(0, np.int32),
+            logp_old_R=np.zeros(0, np.float32),
+            version_R=np.zeros(0, np.int32),
             finish_reason="deadline",
         )
 
@@ -174,14 +174,14 @@ class Job:
         self, prompt: Prompt, sibling: int, sampled: TurnResult, text: str
     ) -> Trajectory:
         before = len(self.context)
-        tokens = before + len(sampled.token_ids_N)
+        tokens = before + len(sampled.token_ids_R)
         assert isinstance(sampled.recordings, Recordings)
         segment = Segment(
             prompt_id=prompt.prompt_id,
-            token_ids_T=np.concatenate([np.array(self.context, np.int32), sampled.token_ids_N]),
+            token_ids_T=np.concatenate([np.array(self.context, np.int32), sampled.token_ids_R]),
             trainable_T=np.arange(tokens) >= before,
-            logp_old_T=np.concatenate([np.zeros(before, np.float32), sampled.logp_old_N]),
-            version_T=np.concatenate([np.full(before, -1, np.int32), sampled.version_N]),
+            logp_old_T=np.concatenate([np.zeros(before, np.float32), sampled.logp_old_R]),
+            version_T=np.concatenate([np.full(before, -1, np.int32), sampled.version_R]),
             **join_recordings([(before, sampled.recordings)], tokens),
         )
         return Trajectory(

@@ -346,9 +346,9 @@ class VllmEngine:
             finish = "deadline"
         logp, recordings = self._recorder.take(output.request_id, len(job.context), completion)
         return TurnResult(
-            token_ids_N=np.array(ids, np.int32),
-            logp_old_N=logp,
-            version_N=versions,
+            token_ids_R=np.array(ids, np.int32),
+            logp_old_R=logp,
+            version_R=versions,
             finish_reason=finish,
             recordings=recordings,
             cached_tokens=output.num_cached_tokens or 0,

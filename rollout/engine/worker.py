@@ -411,15 +411,15 @@ def detach(request: SampleRequest, result: Group | TurnResult) -> list[Any]:
     if isinstance(result, TurnResult):
         if not isinstance(result.recordings, Recordings):  # no token was sampled
             return [result, *stored]
-        rows = result.recordings.lengths.get("routes_RLK", 0)
-        description, stored[0] = _split(result.recordings, rows + 1 - len(result.token_ids_N))
+        rows = result.recordings.lengths.get("routes_TLK", 0)
+        description, stored[0] = _split(result.recordings, rows + 1 - len(result.token_ids_R))
         return [replace(result, recordings=description), *stored]
     segments = [trajectory.segments[0] for trajectory in result.trajectories]
     wholes = [
         Recordings(
-            routes_RLK=None if segment.routes_TLK is None else segment.routes_TLK[:-1],
+            routes_TLK=None if segment.routes_TLK is None else segment.routes_TLK[:-1],
             sampling_mask=segment.sampling_mask,
-            selected_RLb=None if segment.selected_TLb is None else segment.selected_TLb[:-1],
+            selected_TLb=None if segment.selected_TLb is None else segment.selected_TLb[:-1],
         )
         for segment in segments
     ]
@@ -441,12 +441,12 @@ def _split(
 ) -> tuple[StoredRecordings | None, Recordings | None]:
     """Describe recordings whose first `prefix` rows precede the first sampled token, and convert
     their routes to the narrowest integer type. Small recordings become part of the description."""
-    routes, masks = recordings.routes_RLK, recordings.sampling_mask
-    selected = recordings.selected_RLb
+    routes, masks = recordings.routes_TLK, recordings.sampling_mask
+    selected = recordings.selected_TLb
     if not recordings.lengths:
         return None, None
     small = recordings.nbytes < STORED_BYTES
-    narrow = replace(recordings, routes_RLK=None if routes is None else _narrow(routes))
+    narrow = replace(recordings, routes_TLK=None if routes is None else _narrow(routes))
     description = StoredRecordings(
         parts=((0, narrow),) if small else (),
         lengths=recordings.lengths,

@@ -113,7 +113,7 @@ class NativeRecorder(Recorder):
             rows = self._rows(request_id, count, read)
             selected = rows[..., : -(-(start + count) // 8)]
             _check_selected(request_id, selected, start, self._top_k)
-        return logp, Recordings(routes_RLK=routes, sampling_mask=masks, selected_RLb=selected)
+        return logp, Recordings(routes_TLK=routes, sampling_mask=masks, selected_TLb=selected)
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)

@@ -93,7 +93,7 @@ class PackedRecorder(Recorder):
             check_routed(request_id, routes)
         if options.sampling_mask:
             masks = sort_masks(request_id, packed.sampling_masks(), output)
-        recordings = Recordings(routes_RLK=routes, sampling_mask=masks)
+        recordings = Recordings(routes_TLK=routes, sampling_mask=masks)
         return np.asarray(logp, np.float32), recordings
 
     def _finished_rows(self, request_id: str, first: int, count: int) -> NDArray[np.int16]:

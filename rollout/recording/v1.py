@@ -171,7 +171,7 @@ class V1Recorder(Recorder):
             routes = self._rows(request_id, last - first, read)
             check_routed(request_id, routes)
         logp = np.array([step.logp[row] for step, row in draws], np.float32)
-        return logp, Recordings(routes_RLK=routes, sampling_mask=masks)
+        return logp, Recordings(routes_TLK=routes, sampling_mask=masks)
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)

@@ -105,12 +105,12 @@ class Policy:
         own = np.eye(rows.stop, dtype=bool)[rows.start :, None]  # each token selects itself
         selected = np.packbits(own, axis=-1, bitorder="little")
         masks = SamplingMasks.from_lists([[n, n + 1] for n in numbers])
-        recordings = Recordings(routes_RLK=routes, sampling_mask=masks, selected_RLb=selected)
+        recordings = Recordings(routes_TLK=routes, sampling_mask=masks, selected_TLb=selected)
         recordings = Recordings() if self.plain else recordings
         return TurnResult(
-            token_ids_N=np.array(sampled, np.int32),
-            logp_old_N=-numbers.astype(np.float32) / 1024,
-            version_N=numbers,
+            token_ids_R=np.array(sampled, np.int32),
+            logp_old_R=-numbers.astype(np.float32) / 1024,
+            version_R=numbers,
             finish_reason="length" if cut else self.finish,
             recordings=recordings,
             cached_tokens=7,

@@ -62,11 +62,11 @@ def test_tokens_are_trained_once_with_their_rows(
 @pytest.mark.parametrize(
     "change",
     [
-        {"logp_old_N": np.zeros(1, np.float32)},
-        {"version_N": np.zeros(3, np.int32)},
+        {"logp_old_R": np.zeros(1, np.float32)},
+        {"version_R": np.zeros(3, np.int32)},
         {"sampling_mask": SamplingMasks.empty(1)},
-        {"routes_RLK": np.zeros((2, 1, 3), np.int16)},
-        {"selected_RLb": np.zeros((2, 1, 3), np.uint8)},
+        {"routes_TLK": np.zeros((2, 1, 3), np.int16)},
+        {"selected_TLb": np.zeros((2, 1, 3), np.uint8)},
     ],
 )
 def test_incomplete_turn_is_refused(

@@ -50,9 +50,9 @@ def say(conversation: Conversation, name: str, text: str) -> Parsed:
     return conversation.append_turn(
         request,
         TurnResult(
-            token_ids_N=np.array(ids, np.int32),
-            logp_old_N=np.zeros(len(ids), np.float32),
-            version_N=np.full(len(ids), len(request.token_ids_T), np.int32),
+            token_ids_R=np.array(ids, np.int32),
+            logp_old_R=np.zeros(len(ids), np.float32),
+            version_R=np.full(len(ids), len(request.token_ids_T), np.int32),
             finish_reason="stop",
         ),
     )

@@ -84,9 +84,9 @@ def sampled(name: str, messages: list[Message], contexts: list[_Context], *, thi
         parsed = episode.append_turn(
             request,
             TurnResult(
-                token_ids_N=np.array(ids, np.int32),
-                logp_old_N=zeros,
-                version_N=zeros.astype(np.int32),
+                token_ids_R=np.array(ids, np.int32),
+                logp_old_R=zeros,
+                version_R=zeros.astype(np.int32),
                 finish_reason="stop",
             ),
         )

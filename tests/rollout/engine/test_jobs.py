@@ -46,9 +46,9 @@ def group(*recordings: dict[str, Any]) -> Any:
 
 def completion(versions: Any = (4, 5), logp: Any = (-1, -2), **recorded: Any) -> TurnResult:
     return TurnResult(
-        token_ids_N=np.array([7, 9], np.int32),
-        logp_old_N=np.array(logp, np.float32),
-        version_N=np.array(versions, np.int32),
+        token_ids_R=np.array([7, 9], np.int32),
+        logp_old_R=np.array(logp, np.float32),
+        version_R=np.array(versions, np.int32),
         finish_reason="stop",
         recordings=Recordings(**recorded),
     )
@@ -57,7 +57,7 @@ def completion(versions: Any = (4, 5), logp: Any = (-1, -2), **recorded: Any) ->
 def test_segments_align_recordings() -> None:
     masks = SamplingMasks.from_lists([[7, 8], [9]])
     routes = np.arange(4 * 3 * 2, dtype=np.int16).reshape(4, 3, 2)
-    whole, empty = group({"sampling_mask": masks, "routes_RLK": routes}, {}).trajectories
+    whole, empty = group({"sampling_mask": masks, "routes_TLK": routes}, {}).trajectories
     (built,) = whole.segments
     assert built.token_ids_T.tolist() == [1, 2, 3, 7, 9]
     assert built.trainable_T.tolist() == [False, False, False, True, True]
@@ -81,7 +81,7 @@ def test_segments_align_recordings() -> None:
 )
 def test_recordings_of_a_wrong_length_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
-        group({{"version": "versions", "routes": "routes_RLK"}.get(name, name): value})
+        group({{"version": "versions", "routes": "routes_TLK"}.get(name, name): value})
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])

@@ -51,7 +51,7 @@ def test_ranks_pack_what_was_recorded(
     assert all(
         s.stored is None or s.routes_TLK is s.sampling_mask is None for s in segments_of(there)
     )
-    assert {one.routes_RLK.dtype for one in store.values() if one} == {np.dtype(np.uint8)}
+    assert {one.routes_TLK.dtype for one in store.values() if one} == {np.dtype(np.uint8)}
 
     def plans(groups: list[ScoredGroup]) -> Any:
         options = {"ranks": 2, "micro_batch_tokens": 200, "share_prompts": share_prompts}

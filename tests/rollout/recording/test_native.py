@@ -65,7 +65,7 @@ def test_outputs_become_recordings() -> None:
     native = recorder()
     logp, arrays = native.take("r", PROMPT, output())
     assert logp.tolist() == [-0.5, -1.5]
-    masks, routes = arrays.sampling_mask, arrays.routes_RLK
+    masks, routes = arrays.sampling_mask, arrays.routes_TLK
     assert masks is not None and routes is not None
     assert [masks[t].tolist() for t in range(2)] == [[7, 8], [9]]
     assert routes.dtype == np.int16 and len(routes) == PROMPT + 1
@@ -102,14 +102,14 @@ def test_non_finite_completions_skip_other_checks(value: float) -> None:
     }
     logp, arrays = native.take("r", PROMPT, output(**changes))
     assert np.array_equal(logp, np.array([-1, value], np.float32), equal_nan=True)
-    assert arrays.sampling_mask is None and arrays.routes_RLK is None
+    assert arrays.sampling_mask is None and arrays.routes_TLK is None
     assert not native._options
 
 
 def test_evaluation_records_log_probabilities_only() -> None:
     native = recorder(NEITHER)
     _, arrays = native.take("r", PROMPT, output(sampling_mask=None, routed_experts=None))
-    assert arrays.sampling_mask is None and arrays.routes_RLK is None
+    assert arrays.sampling_mask is None and arrays.routes_TLK is None
     args = native.sampling_args(SamplingConfig(), NEITHER)
     assert args["top_k"] == WIDEST_MASK and args["logprobs"] == 0
 
