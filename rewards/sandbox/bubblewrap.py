@@ -9,12 +9,13 @@ interfaces with a history of vulnerabilities.
 import errno
 import fcntl
 import os
+import platform
 import secrets
 import shutil
 import signal
 import socket
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -182,142 +183,108 @@ def probe_code(*, network: str, processes: int, strict: bool) -> str:
     return f"STRICT, NETWORK, PROCESSES = {strict!r}, {network!r}, {processes!r}{_PROBE}"
 
 
-_Numbers = Mapping[str, tuple[int, ...]]
-
-
-def _parse_table(text: str) -> _Numbers:
-    """Parse a table of system calls. Each entry `name number number;` gives the numbers on x86_64
-    and aarch64, or -1 if there is none. The numbers come from the kernel's syscall_64.tbl and
-    asm-generic/unistd.h."""
-    rows = (row.split() for row in text.split(";"))
-    return {name: tuple(map(int, numbers)) for name, *numbers in rows}
+def _parse_table(text: str) -> dict[str, int]:
+    """Parse a table of x86_64 system calls and their numbers, from the kernel's syscall_64.tbl."""
+    return {name: int(number) for name, number in (row.split() for row in text.split(";"))}
 
 
 _DENIED = _parse_table("""
-acct 163 89; add_key 248 217; bpf 321 280; chroot 161 51; delete_module 176 106;
-fanotify_init 300 262; finit_module 313 273; fsconfig 431 431; fsmount 432 432; fsopen 430 430;
-fspick 433 433; init_module 175 105; io_uring_enter 426 426; io_uring_register 427 427;
-io_uring_setup 425 425; kcmp 312 272; kexec_file_load 320 294; kexec_load 246 104;
-keyctl 250 219; lookup_dcookie 212 18; memfd_create 319 279; memfd_secret 447 447;
-migrate_pages 256 238; mount 165 40; mount_setattr 442 442; move_mount 429 429;
-move_pages 279 239; mq_open 240 180; msgctl 71 187; msgget 68 186; msgrcv 70 188; msgsnd 69 189;
-name_to_handle_at 303 264; open_by_handle_at 304 265; open_tree 428 428; perf_event_open 298 241;
-personality 135 92; pidfd_getfd 438 438; pivot_root 155 41; process_vm_readv 310 270;
-process_vm_writev 311 271; ptrace 101 117; quotactl 179 60; reboot 169 142; request_key 249 218;
-semctl 66 191; semget 64 190; semop 65 193; semtimedop 220 192; setns 308 268; shmat 30 196;
-shmctl 31 195; shmget 29 194; socket 41 198; swapoff 168 225; swapon 167 224; syslog 103 116;
-umount2 166 39; unshare 272 97; userfaultfd 323 282; vmsplice 278 75
+acct 163; add_key 248; bpf 321; chroot 161; delete_module 176; fanotify_init 300;
+finit_module 313; fsconfig 431; fsmount 432; fsopen 430; fspick 433; init_module 175;
+io_uring_enter 426; io_uring_register 427; io_uring_setup 425; kcmp 312; kexec_file_load 320;
+kexec_load 246; keyctl 250; lookup_dcookie 212; memfd_create 319; memfd_secret 447;
+migrate_pages 256; mount 165; mount_setattr 442; move_mount 429; move_pages 279; mq_open 240;
+msgctl 71; msgget 68; msgrcv 70; msgsnd 69; name_to_handle_at 303; open_by_handle_at 304;
+open_tree 428; perf_event_open 298; personality 135; pidfd_getfd 438; pivot_root 155;
+process_vm_readv 310; process_vm_writev 311; ptrace 101; quotactl 179; reboot 169;
+request_key 249; semctl 66; semget 64; semop 65; semtimedop 220; setns 308; shmat 30; shmctl 31;
+shmget 29; socket 41; swapoff 168; swapon 167; syslog 103; umount2 166; unshare 272;
+userfaultfd 323; vmsplice 278
 """)
 _UNKNOWN = 453  # first number after these tables (Linux 6.6). C libraries fall back to older calls.
 _UNCOUNTED = _parse_table("""
-ioprio_set 251 30; sched_setaffinity 203 122; sched_setattr 314 274; sched_setparam 142 118;
-sched_setscheduler 144 119; sendmmsg 307 269; sendmsg 46 211; setpriority 141 140;
-setsockopt 54 208
+ioprio_set 251; sched_setaffinity 203; sched_setattr 314; sched_setparam 142;
+sched_setscheduler 144; sendmmsg 307; sendmsg 46; setpriority 141; setsockopt 54
 """)
 """System calls that are rejected if memory and CPU time are measured from outside. A socket pair
 holds about 200 KiB that are not counted, and more with larger buffers or sockets in transit."""
 _PRETENDED = _parse_table("""
-futimesat 261 -1; utime 132 -1; utimensat 280 88; utimes 235 -1
+futimesat 261; utime 132; utimensat 280; utimes 235
 """)
 """System calls that succeed without doing anything, because they would change timestamps of
 devices."""
-_MMAP = (9, 222)
-_PRLIMIT64 = (302, 261)
-_RT_SIGACTION = (13, 134)
-_CLONE = (56, 220)
-_CLONE3 = (435, 435)
-_MACHINES = {"x86_64": 0, "aarch64": 1}
+_MMAP, _RT_SIGACTION, _CLONE, _PRLIMIT64, _CLONE3 = 9, 13, 56, 302, 435
 LOCAL = (socket.AF_UNIX,)
 FORKING = ("mount", "unshare")  # what a process needs to move its children into new namespaces
 NETWORK = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 
-_AUDIT_ARCH = (0xC000003E, 0xC00000B7)
+_MACHINE, _AUDIT_ARCH = "x86_64", 0xC000003E
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}
-_X32 = 0x40000000  # bit of a second call table on x86_64
 
 _LOAD, _EQUAL, _AT_LEAST, _BITS, _RETURN, _AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 _FOURTH_ARGUMENT = _FIRST_ARGUMENT + 3 * 8
-_SHARED, _ANONYMOUS = 0x01, 0x20  # mmap(2)
+_SHARED_ANONYMOUS = 0x01 | 0x20  # mmap(2)
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_REFUSED, _MISSING = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
+# ZeroMQ aborts at any other error for a socket family.
+_NO_FAMILY = _ERRNO | errno.EOPNOTSUPP
 
 
 def seccomp_filter(
-    machine: str,
-    *,
-    sockets: Sequence[int] = (),
-    permitted: Sequence[str] = (),
-    counted: bool = False,
+    *, sockets: Sequence[int] = (), permitted: Sequence[str] = (), counted: bool = False
 ) -> bytes:
-    """Build a classic BPF program for `bwrap --seccomp`. Raises ValueError if the system call
-    numbers of `machine` (`platform.machine()`) are unknown.
+    """Build a classic BPF program for `bwrap --seccomp`. Raises ValueError on machines other than
+    x86_64.
 
     `sockets` lists the allowed socket families. `permitted` lists system calls to allow that the
     filter would normally reject. If `counted` is set, system calls that hide memory or CPU time
     from measurement are rejected too.
     """
-    if machine not in _MACHINES:
-        raise ValueError(f"no system call table for {machine}, only {', '.join(_MACHINES)}")
-    column = _MACHINES[machine]
-    refused = _ERRNO | errno.EPERM
-    missing = _ERRNO | errno.ENOSYS
+    if platform.machine() != _MACHINE:
+        raise ValueError(f"system calls are filtered on {_MACHINE}, not on {platform.machine()}")
     program = [
         (_LOAD, 0, 0, _ARCH),
-        *_return_unless(_EQUAL, _AUDIT_ARCH[column], _KILL),
+        *_return_unless(_EQUAL, _AUDIT_ARCH, _KILL),
         (_LOAD, 0, 0, _NUMBER),
+        *_return_if(_AT_LEAST, _UNKNOWN, _MISSING),
     ]
-    if machine == "x86_64":
-        program += _return_if(_AT_LEAST, _X32, missing)
-    program += _return_if(_AT_LEAST, _UNKNOWN, missing)
-    for name, numbers in _DENIED.items():
+    for name, number in _DENIED.items():
         if name not in permitted and (name != "socket" or not sockets):
-            program += _return_if(_EQUAL, numbers[column], refused)
+            program += _return_if(_EQUAL, number, _REFUSED)
     # Its flags are behind a pointer that a filter cannot follow; C libraries fall back to clone.
-    program += _return_if(_EQUAL, _CLONE3[column], missing)
+    program += _return_if(_EQUAL, _CLONE3, _MISSING)
     if sockets:
-        allowed = [
-            instruction for family in sockets for instruction in _return_if(_EQUAL, family, _ALLOW)
-        ]
-        # The family is an `int`: the kernel also reads only the lower half of the argument. The
-        # error says that the family is missing: ZeroMQ aborts at any other.
-        absent = _ERRNO | errno.EOPNOTSUPP
-        check = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *allowed, (_RETURN, 0, 0, absent)]
-        program += [(_EQUAL, 0, len(check), _DENIED["socket"][column]), *check]
+        allowed = [each for family in sockets for each in _return_if(_EQUAL, family, _ALLOW)]
+        # The family is an `int`: the kernel also reads only the lower half of the argument.
+        program += _check(_DENIED["socket"], *allowed, last=_NO_FAMILY)
     if counted:
-        program += _accounting_rules(column, refused)
-    program += [
-        (_EQUAL, 0, 3, _CLONE[column]),
-        (_LOAD, 0, 0, _FIRST_ARGUMENT),
-        *_return_if(_BITS, _NEW_NAMESPACES, refused),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
+        for number in _UNCOUNTED.values():
+            program += _return_if(_EQUAL, number, _REFUSED)
+        for number in _PRETENDED.values():
+            program += _return_if(_EQUAL, number, _ERRNO)
+        # The CPU time of children is lost if their parent ignores SIGCHLD.
+        program += _check(_RT_SIGACTION, *_return_if(_EQUAL, signal.SIGCHLD, _REFUSED))
+        # Shared anonymous memory counts for no process once it is unmapped.
+        mask = (_AND, 0, 0, _SHARED_ANONYMOUS)
+        shared = _return_if(_EQUAL, _SHARED_ANONYMOUS, _REFUSED)
+        program += _check(_MMAP, mask, *shared, argument=_FOURTH_ARGUMENT)
+        program += _check(_PRLIMIT64, *_return_unless(_EQUAL, 0, _REFUSED))
+    program += _check(_CLONE, *_return_if(_BITS, _NEW_NAMESPACES, _REFUSED))
+    program.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
 _Instruction = tuple[int, int, int, int]
 
 
-def _accounting_rules(column: int, refused: int) -> list[_Instruction]:
-    program: list[_Instruction] = []
-    for numbers in _UNCOUNTED.values():
-        program += _return_if(_EQUAL, numbers[column], refused)
-    for numbers in _PRETENDED.values():
-        if numbers[column] >= 0:
-            program += _return_if(_EQUAL, numbers[column], _ERRNO)
-    # The CPU time of children is lost if their parent ignores SIGCHLD.
-    check = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *_return_if(_EQUAL, signal.SIGCHLD, refused)]
-    program += [(_EQUAL, 0, len(check) + 1, _RT_SIGACTION[column]), *check, (_RETURN, 0, 0, _ALLOW)]
-    # Shared anonymous memory counts for no process once it is unmapped.
-    both = _SHARED | _ANONYMOUS
-    check = [
-        (_LOAD, 0, 0, _FOURTH_ARGUMENT),
-        (_AND, 0, 0, both),
-        *_return_if(_EQUAL, both, refused),
-    ]
-    program += [(_EQUAL, 0, len(check) + 1, _MMAP[column]), *check, (_RETURN, 0, 0, _ALLOW)]
-    check = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *_return_unless(_EQUAL, 0, refused)]
-    program += [(_EQUAL, 0, len(check) + 1, _PRLIMIT64[column]), *check, (_RETURN, 0, 0, _ALLOW)]
-    return program
+def _check(
+    number: int, *checks: _Instruction, argument: int = _FIRST_ARGUMENT, last: int = _ALLOW
+) -> list[_Instruction]:
+    """Return instructions that run `checks` on an argument of a system call and then return
+    `last`."""
+    body = [(_LOAD, 0, 0, argument), *checks, (_RETURN, 0, 0, last)]
+    return [(_EQUAL, 0, len(body), number), *body]
 
 
 def _return_if(test: int, value: int, action: int) -> tuple[_Instruction, _Instruction]:

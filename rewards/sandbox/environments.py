@@ -13,7 +13,6 @@ other processes in the sandbox are killed. The outer process exits last.
 import base64
 import json
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -109,7 +108,7 @@ class EnvironmentSandbox:
 
     def _seccomp(self, *permitted: str) -> bytes:
         sockets = LOCAL if self.network == "none" else NETWORK
-        return seccomp_filter(platform.machine(), sockets=sockets, permitted=permitted)
+        return seccomp_filter(sockets=sockets, permitted=permitted)
 
     @contextmanager
     def __call__(

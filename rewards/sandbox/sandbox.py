@@ -12,7 +12,6 @@ runs as root, the program runs under an unused user ID. Otherwise, it runs in a 
 
 import math
 import os
-import platform
 import re
 import selectors
 import signal
@@ -267,7 +266,7 @@ class Sandbox:
         self._isolated = isolation == "bubblewrap"
         self._python = _python()
         self._root = os.geteuid() == 0
-        self._filter = seccomp_filter(platform.machine(), counted=True) if self._isolated else b""
+        self._filter = seccomp_filter(counted=True) if self._isolated else b""
 
     def run(
         self,
