@@ -135,7 +135,7 @@ def run_loop(
         trained: loop.PolicyLearner = learner
         if runtime.oom_recovery is not None:
             say = partial(journal.say, "out of memory")
-            trained = RetryOnOom(learner=learner, lowering=runtime.oom_recovery, say=say)
+            trained = RetryOnOom(learner=learner, recovery=runtime.oom_recovery, say=say)
         parts = loop.Parts(
             prompts=dataset.train,
             rollouts=runtime,
@@ -224,7 +224,7 @@ def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int
         attempt = None
         if (recovery := runtime.oom_recovery) is not None:
             say = partial(journal.say, "out of memory")
-            attempt = RetryOnOom(learner=learner, lowering=recovery, say=say).attempt
+            attempt = RetryOnOom(learner=learner, recovery=recovery, say=say).attempt
         save = partial(save_checkpoint, folder, task.config, learner, stop=interrupt, say=view.say)
         parts = SftParts(
             batches=task.batches,

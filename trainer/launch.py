@@ -241,7 +241,7 @@ def launch(
             nodes=work_nodes,
             agents=stack.enter_context(run_episodes(task, pool, work_nodes.environment)),
             watchdog=watchdog,
-            oom_recovery=layouts.lowering if layouts else None,
+            oom_recovery=layouts.oom_recovery if layouts else None,
             gpus=seats.placement.gpus if seats else 0,
         )
         if time_share:
@@ -274,7 +274,7 @@ def launch_sft(task: SftTask, say: Say, *, layouts: ElasticLayouts) -> Iterator[
         yield SftRuntime(
             task=task,
             learner=learner,
-            oom_recovery=layouts.lowering,
+            oom_recovery=layouts.oom_recovery,
             watchdog=watchdog,
             gpus=seats.placement.gpus if seats else 0,
         )

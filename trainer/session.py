@@ -87,7 +87,7 @@ def run_with_restarts(
             except (WorkerLost, RayError) as raised:
                 reason = str(_count_restart(raised, restarts))
                 if isinstance(raised, OutOfMemory):
-                    reason = layouts.lowering.reduce_memory(raised)
+                    reason = layouts.oom_recovery.reduce_memory(raised)
                 state = folder.state()
                 task.restore(state.cursor if state else initial_position)
                 start = state.step if state else 0

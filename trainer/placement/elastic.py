@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -63,23 +62,13 @@ class ElasticLayouts:
         hardware: Hardware,
         chosen: Values,
         say: Callable[[str], object] = print,
-        nodes: Callable[[], list[Node]] | None = None,
-        silent: Callable[[], list[str]] | None = None,
-        joinable: bool | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], object] = time.sleep,
     ) -> None:
         """`config` is the full config, and `chosen` holds the values Keel chose for its unset
-        knobs. `silent` returns the hosts of nodes that don't respond even though Ray considers them
-        alive. `joinable` returns whether nodes can join the cluster. By default, they can unless
-        Keel started the cluster on this machine."""
-        self.lowering = OomRecovery(config=config, folder=folder)
+        knobs."""
+        self.oom_recovery = OomRecovery(config=config, folder=folder)
         """Holds the config in use. `next` replaces it."""
         self.whole, self._facts, self._hardware, self._chosen = config, facts, hardware, chosen
-        self._say, self._clock, self._pause, self._begun = say, clock, pause, False
-        self._nodes = nodes or partial(cluster_nodes, gpus=hardware.gpu)
-        self._silent = silent or _silent_nodes
-        self._joinable = bool(os.environ.get("RAY_ADDRESS")) if joinable is None else joinable
+        self._say, self._begun = say, False
 
     def next(self) -> Config:
         """Return the config to use the next time the run starts.
@@ -89,13 +78,14 @@ class ElasticLayouts:
         config doesn't fit and no node can join.
         """
         first, self._begun = not self._begun, True
-        alone, shortage = first and not self._joinable, ""
+        # No node can join a cluster that Keel starts on this machine.
+        alone, shortage = first and not os.environ.get("RAY_ADDRESS"), ""
         config = whole = self._with_reductions()
         elastic, idle = not first or whole.trainer.min_ranks > 0, list[Node]()
         if elastic:
             self._wait_for_silent_nodes()
         if elastic or not self._hardware.gpu:  # else GPUs are reserved and waited for later
-            nodes = self._nodes()
+            nodes = cluster_nodes(gpus=self._hardware.gpu)
             idle = [node.empty() for node in nodes]
             shortage = self._shortage(whole, nodes if elastic and not alone else idle)
         if shortage and alone:
@@ -107,8 +97,8 @@ class ElasticLayouts:
             config = self._announce_smaller_config(smaller, shortage)
         elif shortage:
             config = self._wait(whole, shortage)
-        self.lowering.config = config
-        self.lowering.fewer = config.trainer.ranks < whole.trainer.ranks
+        self.oom_recovery.config = config
+        self.oom_recovery.fewer = config.trainer.ranks < whole.trainer.ranks
         return config
 
     @property
@@ -116,9 +106,9 @@ class ElasticLayouts:
         return self.whole.trainer.min_ranks or int(_RANKS in self._chosen)
 
     def _with_reductions(self) -> Config:
-        if not self.lowering.times:
+        if not self.oom_recovery.times:
             return self.whole
-        now, trainer = self.lowering.config.trainer, self.whole.trainer
+        now, trainer = self.oom_recovery.config.trainer, self.whole.trainer
         reduced = {name: getattr(now, name) for name in _REDUCED_KNOBS}
         tokens = min(now.micro_batch_tokens, trainer.micro_batch_tokens)
         trainer = replace(trainer, **{**reduced, "micro_batch_tokens": tokens})
@@ -127,8 +117,8 @@ class ElasticLayouts:
     def _wait_for_silent_nodes(self) -> None:
         """Wait until every unresponsive node either responds again or is declared lost by Ray.
         Until then, Ray would still start actors on it."""
-        began, warned = self._clock(), False
-        while (silent := self._silent()) and self._clock() - began < _SILENT_NODES_S:
+        began, warned = time.monotonic(), False
+        while (silent := _silent_nodes()) and time.monotonic() - began < _SILENT_NODES_S:
             if not warned:
                 warned = True
                 self._record_warning(
@@ -136,7 +126,7 @@ class ElasticLayouts:
                     f"node {', '.join(silent)} does not answer. The run starts once it does, or "
                     "once Ray has given it up, after about 65 s",
                 )
-            self._pause(_POLL_S)
+            time.sleep(_POLL_S)
 
     def _shortage(self, config: Config, nodes: Sequence[Node]) -> str:
         if self._hardware.gpu:
@@ -164,14 +154,14 @@ class ElasticLayouts:
                 f"ranks that fit, at least {min_ranks} of {whole.trainer.ranks}"
             )
         self._record_warning("restart", f"the run waits for room: {shortage}. {future}")
-        began, tried = self._clock(), None
+        began, tried = time.monotonic(), None
         with waiting("waiting for room on the cluster"):
-            while (waited_s := self._clock() - began) < timeout_s:
-                self._pause(min(_POLL_S, timeout_s - waited_s))
-                nodes = self._nodes()
+            while (waited_s := time.monotonic() - began) < timeout_s:
+                time.sleep(min(_POLL_S, timeout_s - waited_s))
+                nodes = cluster_nodes(gpus=self._hardware.gpu)
                 if not (shortage := self._shortage(whole, nodes)):
                     return whole
-                late = self._clock() - began >= run.elastic_wait_s
+                late = time.monotonic() - began >= run.elastic_wait_s
                 if min_ranks and late and nodes != tried:
                     tried = nodes
                     config, reason = self._find_smaller_config(whole, nodes)
@@ -205,7 +195,7 @@ class ElasticLayouts:
             gpus = sum(node.gpus for node in free) - whole.rewards.judge.gpus
         hardware = replace(self._hardware, nodes=tuple(node for node in free if node.gpus))
         open_knobs, sizes = frozenset(self._chosen), frozenset({_RANKS, _ENGINES})
-        if self.lowering.times:
+        if self.oom_recovery.times:
             open_knobs -= {f"trainer.{name}" for name in _REDUCED_KNOBS}
         smaller = _smaller_configs(whole, self._min_ranks, gpus=gpus)
         candidates = ((config, open_knobs - sizes) for config in smaller)
@@ -226,7 +216,7 @@ class ElasticLayouts:
         return None, reason
 
     def _record_warning(self, kind: str, line: str) -> None:
-        folder = self.lowering.folder
+        folder = self.oom_recovery.folder
         latest = checkpoint.latest(folder / "checkpoints")
         note(folder, checkpoint.step_of(latest) if latest else 0, kind, line)
         self._say(f"warning: {line}")
@@ -298,7 +288,7 @@ class RetryOnOom:
     """Wraps a learner and retries steps that run out of memory."""
 
     learner: Any
-    lowering: OomRecovery
+    recovery: OomRecovery
     say: Callable[[str], object]
 
     @property
@@ -313,19 +303,19 @@ class RetryOnOom:
         times = 0
         while True:
             try:
-                result = act(self.lowering.config)
+                result = act(self.recovery.config)
                 break
             except OutOfMemory as error:
                 if not error.dropped:
                     raise
-                self.say(f"warning: {self.lowering.reduce_memory(error)}")
-                self.learner.apply_config(self.lowering.config)
+                self.say(f"warning: {self.recovery.reduce_memory(error)}")
+                self.learner.apply_config(self.recovery.config)
                 times += 1
         metrics = dict(result.metrics)
         if times:
             metrics["train/out_of_memory"] = Sum(float(times))
-        if self.lowering.fewer:
-            metrics["train/ranks"] = Sum(float(self.lowering.config.trainer.ranks))
+        if self.recovery.fewer:
+            metrics["train/ranks"] = Sum(float(self.recovery.config.trainer.ranks))
         return replace(result, metrics=metrics)
 
 

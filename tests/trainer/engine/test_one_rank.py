@@ -388,8 +388,8 @@ def test_step_is_repeated_in_smaller_micro_batches(
     monkeypatch.setattr(TrainerEngine, "_accumulate", tight)
     saved, output = tmp_path / _CACHE_FILE, list[str]()
     saved.write_text('{"values": {"trainer.micro_batch_tokens": 96}, "hardware": {}}')
-    learner, lowering = Local(folder / "untied", roomy), OomRecovery(config=roomy, folder=tmp_path)
-    repeating = RetryOnOom(learner=learner, lowering=lowering, say=output.append)
+    learner, recovery = Local(folder / "untied", roomy), OomRecovery(config=roomy, folder=tmp_path)
+    repeating = RetryOnOom(learner=learner, recovery=recovery, say=output.append)
     for number, (each, other) in enumerate(zip(groups, expected, strict=True)):
         metrics = values(repeating.step(each).metrics)
         assert metrics.pop("train/out_of_memory", None) == (None if number else 1)
@@ -406,8 +406,8 @@ def test_out_of_memory_update_is_not_retried(
 ) -> None:
     config = short(make_config(1, 1, tokens=96))
     learner, output = Local(folder / "untied", config), list[str]()
-    lowering = OomRecovery(config=config, folder=tmp_path)
-    repeating = RetryOnOom(learner=learner, lowering=lowering, say=output.append)
+    recovery = OomRecovery(config=config, folder=tmp_path)
+    repeating = RetryOnOom(learner=learner, recovery=recovery, say=output.append)
 
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 30.50 GiB.")
@@ -415,4 +415,4 @@ def test_out_of_memory_update_is_not_retried(
     monkeypatch.setattr(learner.worker.engine._engine, "step", full)
     with pytest.raises(UpdateOutOfMemory, match=r"30\.50 GiB.*offload_optimizer: true"):
         repeating.step(Rollouts(0).groups(4, 3))
-    assert not output and lowering.config is config
+    assert not output and recovery.config is config

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from keel.configs.schema import (
     SamplingConfig,
     TrainerConfig,
 )
+from keel.trainer.placement import elastic as elastic_layouts
 from keel.trainer.placement.elastic import ElasticLayouts
 from keel.trainer.placement.hardware import Hardware, Node, idle_nodes, place
 from keel.trainer.placement.layouts import (
@@ -263,9 +265,19 @@ def elastic(*, engines: int = 4, elastic_wait_s: float = 60.0, **trainer: int) -
 class Cluster:
     """A cluster whose nodes change over time, and the messages of a run on it."""
 
-    def __init__(self, at: Callable[[float], list[Node]], folder: Path) -> None:
+    def __init__(
+        self, at: Callable[[float], list[Node]], folder: Path, patch: pytest.MonkeyPatch
+    ) -> None:
         self.now, self.said = 0.0, list[str]()
         self.at, self._folder = at, folder
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep)
+        patch.setattr(elastic_layouts, "time", clock)
+        patch.setattr(elastic_layouts, "cluster_nodes", lambda *, gpus: self.at(self.now))
+        patch.setattr(elastic_layouts, "_silent_nodes", list[str])
+        patch.setenv("RAY_ADDRESS", "head:6379")
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
 
     def layouts(
         self, config: Config, *, gib: float = 79.0, left: frozenset[str] = frozenset()
@@ -273,10 +285,6 @@ class Cluster:
         gpu = bool(gib)
         hardware = Hardware(gpu=gpu, nodes=tuple(BOTH) if gpu else (), gpu_gib=gib)
         choice = choose(config, left, facts("1.7b"), hardware)
-
-        def pause(seconds: float) -> None:
-            self.now += seconds
-
         return ElasticLayouts(
             choice.config,
             self._folder,
@@ -284,11 +292,6 @@ class Cluster:
             hardware=hardware,
             chosen=choice.values,
             say=self.said.append,
-            nodes=lambda: self.at(self.now),
-            silent=list[str],
-            joinable=True,
-            clock=lambda: self.now,
-            pause=pause,
         )
 
     def begun(self, layouts: ElasticLayouts) -> Config:
@@ -300,8 +303,8 @@ class Cluster:
 
 
 @pytest.fixture
-def halved(tmp_path: Path) -> Cluster:
-    return Cluster(lambda _: BOTH[:1], tmp_path)
+def halved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(lambda _: BOTH[:1], tmp_path, monkeypatch)
 
 
 def cores(*free: float) -> list[Node]:
@@ -321,7 +324,7 @@ def test_lost_node_halves_ranks_and_engines(halved: Cluster, tmp_path: Path, fir
     assert len(halved.said) == 2 and "trainer.ranks is now 2, not 4" in halved.said[1]
     events = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
     assert [event["kind"] for event in events] == ["restart", "fewer"]
-    assert layouts.lowering.config == config and layouts.lowering.fewer
+    assert layouts.oom_recovery.config == config and layouts.oom_recovery.fewer
 
 
 def test_engines_share_gpus_if_that_keeps_enough_ranks(halved: Cluster) -> None:
@@ -333,9 +336,11 @@ def test_engines_share_gpus_if_that_keeps_enough_ranks(halved: Cluster) -> None:
     assert (config.trainer.ranks, config.rollout.engines, config.rollout.colocated) == (4, 4, True)
 
 
-def test_engine_is_not_split_over_more_nodes_than_needed(tmp_path: Path) -> None:
+def test_engine_is_not_split_over_more_nodes_than_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     busy = [replace(node, free_gpus=3) for node in idle_nodes(4, 4)]
-    cluster = Cluster(lambda _: busy, tmp_path)
+    cluster = Cluster(lambda _: busy, tmp_path, monkeypatch)
     config = elastic(engines=1, min_ranks=1, ranks=2)
     rollout = replace(config.rollout, tensor_parallel=4)
     layouts = cluster.layouts(replace(config, rollout=rollout))
@@ -344,19 +349,19 @@ def test_engine_is_not_split_over_more_nodes_than_needed(tmp_path: Path) -> None
         layouts.next()
 
 
-def test_returning_node_is_used_again(tmp_path: Path) -> None:
+def test_returning_node_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     back_s = 30.0
-    cluster = Cluster(lambda now: BOTH if now >= back_s else BOTH[:1], tmp_path)
+    cluster = Cluster(lambda now: BOTH if now >= back_s else BOTH[:1], tmp_path, monkeypatch)
     layouts = cluster.layouts(elastic(min_ranks=1))
     cluster.begun(layouts)
     assert layouts.next() == elastic(min_ranks=1) and 30 <= cluster.now <= 34
     back_s = 200.0
     assert layouts.next().trainer.ranks == 2
     tokens = layouts.whole.trainer.micro_batch_tokens
-    layouts.lowering.reduce_memory(OutOfMemory("too small"))
+    layouts.oom_recovery.reduce_memory(OutOfMemory("too small"))
     cluster.now = 200.0
     config = layouts.next()
-    assert (config.trainer.ranks, layouts.lowering.fewer) == (4, False)
+    assert (config.trainer.ranks, layouts.oom_recovery.fewer) == (4, False)
     assert config.trainer.micro_batch_tokens == tokens // 2, "a reduction stays"
 
 
