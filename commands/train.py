@@ -118,11 +118,9 @@ def run_loop(
         )
         journal.on_record = end_after
         runtime.pool.say = partial(journal.say, "engine")
-        if runtime.nodes is not None:
-            runtime.nodes.say = partial(journal.say, "node")
+        runtime.nodes.say = partial(journal.say, "node")
         learner.say = partial(journal.say, "lost")
-        if runtime.watchdog is not None:
-            runtime.watchdog.say = partial(journal.say, "frozen")
+        runtime.watchdog.say = partial(journal.say, "frozen")
         runtime.scorer.tell(view.say)
         heldout = dataset.heldout if config.run.eval_every >= 0 else {}
 
@@ -132,15 +130,12 @@ def run_loop(
         interrupt = stack.enter_context(
             Interrupt(view.say, first_message, grace_s=config.run.grace_s)
         )
-        trained: loop.PolicyLearner = learner
-        if runtime.oom_recovery is not None:
-            say = partial(journal.say, "out of memory")
-            trained = RetryOnOom(learner=learner, recovery=runtime.oom_recovery, say=say)
+        say = partial(journal.say, "out of memory")
         parts = loop.Parts(
             prompts=dataset.train,
             rollouts=runtime,
             rewards=runtime.scorer,
-            learner=trained,
+            learner=RetryOnOom(learner=learner, recovery=runtime.oom_recovery, say=say),
             push=runtime.weights.push,
             journal=journal,
             heldout=heldout,
@@ -216,15 +211,11 @@ def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int
             tokenizer=task.tokenizer_digest,
             costs=CostRates(runtime.gpus, *token_flops(task.config, task.facts)),
         )
-        if runtime.watchdog is not None:
-            runtime.watchdog.say = partial(journal.say, "frozen")
+        runtime.watchdog.say = partial(journal.say, "frozen")
         interrupt = stack.enter_context(
             Interrupt(view.say, preempted_first=_PREEMPTED, grace_s=task.config.run.grace_s)
         )
-        attempt = None
-        if (recovery := runtime.oom_recovery) is not None:
-            say = partial(journal.say, "out of memory")
-            attempt = RetryOnOom(learner=learner, recovery=recovery, say=say).attempt
+        say = partial(journal.say, "out of memory")
         save = partial(save_checkpoint, folder, task.config, learner, stop=interrupt, say=view.say)
         parts = SftParts(
             batches=task.batches,
@@ -235,7 +226,7 @@ def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int
             should_stop=interrupt,
             say=view.say,
             should_abort=interrupt.should_abort,
-            attempt=attempt,
+            attempt=RetryOnOom(learner=learner, recovery=runtime.oom_recovery, say=say).attempt,
         )
         return fit(parts, task.config, start=start)
 

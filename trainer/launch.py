@@ -65,11 +65,12 @@ class Runtime:
     ranks: Learner | None
     """The trainer ranks, or None if the trainer was not started."""
     scorer: Scorer
-    nodes: WorkNodes | None = None
-    agents: EpisodeRunner | None = None
-    watchdog: Watchdog | None = None
-    oom_recovery: OomRecovery | None = None
-    gpus: int = 0
+    nodes: WorkNodes
+    agents: EpisodeRunner | None
+    """Runs episodes, or None if there are no environments."""
+    watchdog: Watchdog
+    oom_recovery: OomRecovery
+    gpus: int
     """Number of GPUs that the actors occupy."""
 
     @property
@@ -101,8 +102,7 @@ class Runtime:
         died or hung."""
 
         def check() -> bool:
-            if self.watchdog is not None:
-                self.watchdog.check()
+            self.watchdog.check()
             return should_abort()
 
         return check
@@ -149,9 +149,9 @@ class SftRuntime:
 
     task: SftTask
     learner: Learner
-    oom_recovery: OomRecovery | None = None
-    watchdog: Watchdog | None = None
-    gpus: int = 0
+    oom_recovery: OomRecovery
+    watchdog: Watchdog
+    gpus: int
 
 
 @contextmanager
@@ -241,7 +241,7 @@ def launch(
             nodes=work_nodes,
             agents=stack.enter_context(run_episodes(task, pool, work_nodes.environment)),
             watchdog=watchdog,
-            oom_recovery=layouts.oom_recovery if layouts else None,
+            oom_recovery=layouts.oom_recovery if layouts else OomRecovery.of(config),
             gpus=seats.placement.gpus if seats else 0,
         )
         if time_share:

@@ -73,14 +73,14 @@ class Parts:
     """Return True to end the run after the current step."""
     dump_bad_batch: Callable[[int, Sequence[ScoredGroup], Sequence[str]], None]
     """Save the batch and the findings of a step with a non-finite gradient."""
-    should_abort: Callable[[], bool] = never_abort
+    should_abort: Callable[[], bool]
     """Return True to end the run immediately. Raises an error if a process was lost."""
-    should_skip_evaluation: Callable[[], bool] = never_abort
+    should_skip_evaluation: Callable[[], bool]
     """Return True to cut an evaluation short. A resumed run repeats it. The last evaluation is
     never cut short."""
-    decoding_steps: Callable[[], int] | None = None
-    """Return the total number of decoding steps of all engines, or None if unknown."""
-    handle_failure: Callable[[Exception], bool] = lambda _: True
+    decoding_steps: Callable[[], int]
+    """Return the total number of decoding steps of all engines."""
+    handle_failure: Callable[[Exception], bool]
     """Handle an error in sampling, publishing or evaluating, which will end the run. Return True if
     the learner is intact, so that a final checkpoint can be saved."""
 
@@ -188,7 +188,7 @@ class _SamplingProgress:
     decoding steps, whichever is further along."""
 
     def __init__(
-        self, config: Config, prompts: int, samples: int, count_steps: Callable[[], int] | None
+        self, config: Config, prompts: int, samples: int, count_steps: Callable[[], int]
     ) -> None:
         """`count_steps` returns the number of decoding steps so far. It is ignored if the run has
         environments, because the number of turns in an episode can't be predicted."""

@@ -49,7 +49,6 @@ def run_with_restarts(
     config, choice = task.config, task.choice
     layouts = ElasticLayouts(
         config,
-        Path(config.run.dir).expanduser(),
         facts=task.facts,
         hardware=task.hardware,
         chosen=choice.values,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from keel.configs.schema import Config, SftConfig
-from keel.rl.futures import never_abort
 from keel.rl.metrics import Mean, Metric, Sum, merge
 from keel.rl.sft import SftExample, pack_sft
 from keel.rl.types import StepResult
@@ -93,9 +92,9 @@ class SftParts:
     save: Save
     should_stop: Callable[[], bool]  # return True to end the run after the current step
     say: Callable[[str], None]
-    should_abort: Callable[[], bool] = never_abort
+    should_abort: Callable[[], bool]
     """Return True to end the run immediately, saving only a final checkpoint."""
-    attempt: Callable[[Callable[[Config], StepResult]], StepResult] | None = None
+    attempt: Callable[[Callable[[Config], StepResult]], StepResult]
     """Run a step. If it runs out of memory, repeat it with a config that needs less."""
 
 
@@ -154,7 +153,7 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
             return replace(result, metrics={**sizes, **result.metrics})
 
         with clock.time("train"):
-            result = parts.attempt(learn) if parts.attempt else learn(config)
+            result = parts.attempt(learn)
         for line in result.findings[:SHOWN_FINDINGS]:
             parts.say(f"step {step}: no finite gradient: {line}")
         metrics = {**result.metrics, "sft/epochs": Mean(parts.batches.epochs, 1), **saver.metrics()}

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -53,6 +54,7 @@ from keel.trainer.launch import (
 )
 from keel.trainer.learner import plan_shares
 from keel.trainer.nonfinite import describe_findings
+from keel.trainer.placement.elastic import OomRecovery
 from keel.trainer.placement.nodes import start_ray, stop_ray
 from keel.trainer.prepare import Task
 from keel.trainer.prepare_sft import SftTask
@@ -166,6 +168,11 @@ def kind_of(spec: EngineSpec) -> EngineSpec:
     return replace(spec, model_path="", tokenizer="", seed=0, config=config)
 
 
+def unwatched(config: Config) -> dict[str, Any]:
+    watchdog = SimpleNamespace(check=lambda: None)
+    return {"watchdog": watchdog, "oom_recovery": OomRecovery.of(config), "gpus": 0}
+
+
 @contextmanager
 def in_this_process() -> Iterator[None]:
     """Let `keel.commands.cli.main` run `train`, `sft` and `eval` in this process, on a CPU.
@@ -193,12 +200,13 @@ def in_this_process() -> Iterator[None]:
             judge = stack.enter_context(JudgeService(asks)) if asks.base_url else None
             scorer = stack.enter_context(build_scorer(config, judge, say, log))
             runner = stack.enter_context(run_episodes(task, pool))
-            yield Runtime(task=task, pool=pool, ranks=ranks, scorer=scorer, agents=runner)  # type: ignore[arg-type]
+            parts: Any = {"ranks": ranks, "scorer": scorer, "agents": runner, **unwatched(config)}
+            yield Runtime(task=task, pool=pool, nodes=SimpleNamespace(), **parts)  # type: ignore[arg-type]
 
     @contextmanager
     def teaching(task: SftTask, say: Callable[[str], None], **_: Any) -> Iterator[SftRuntime]:
         learner = LocalLearner(_sft_model_folder(task), task.config)
-        yield SftRuntime(task=task, learner=learner)  # type: ignore[arg-type]
+        yield SftRuntime(task=task, learner=learner, **unwatched(task.config))  # type: ignore[arg-type]
 
     threads = torch.get_num_threads()
     with (

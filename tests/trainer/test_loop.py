@@ -140,6 +140,7 @@ class FakeRun:
             should_abort=self.hurry,
             should_skip_evaluation=self.leave,
             dump_bad_batch=self.keep,
+            decoding_steps=lambda: 0,
             handle_failure=self.whole,
         )
         return train(parts, config, start=start)

@@ -97,6 +97,8 @@ class Run:
             save=self.save,
             should_stop=lambda: len(self.steps) > self.stop_after,
             say=print,
+            should_abort=lambda: False,
+            attempt=lambda learn: learn(self.config),
         )
         return sft.fit(parts, self.config, start=start)
 

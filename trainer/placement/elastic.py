@@ -4,6 +4,8 @@ Each time the run starts, it uses the full recipe if it fits on the cluster, and
 engines otherwise. After a step runs out of memory, the run continues with settings that need less.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import time
@@ -56,7 +58,6 @@ class ElasticLayouts:
     def __init__(
         self,
         config: Config,
-        folder: Path,
         *,
         facts: ModelFacts,
         hardware: Hardware,
@@ -65,7 +66,7 @@ class ElasticLayouts:
     ) -> None:
         """`config` is the full config, and `chosen` holds the values Keel chose for its unset
         knobs."""
-        self.oom_recovery = OomRecovery(config=config, folder=folder)
+        self.oom_recovery = OomRecovery.of(config)
         """Holds the config in use. `next` replaces it."""
         self.whole, self._facts, self._hardware, self._chosen = config, facts, hardware, chosen
         self._say, self._begun = say, False
@@ -264,6 +265,10 @@ class OomRecovery:
     times: int = 0
     fewer: bool = False
     """True if the run has fewer ranks or engines than its recipe asks for (`elastic`)."""
+
+    @staticmethod
+    def of(config: Config) -> OomRecovery:
+        return OomRecovery(config=config, folder=Path(config.run.dir).expanduser())
 
     def reduce_memory(self, error: OutOfMemory) -> str:
         """Lower the config's memory use, save the change in the run folder, and return a message

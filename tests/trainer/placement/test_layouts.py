@@ -269,7 +269,9 @@ class Cluster:
         self, at: Callable[[float], list[Node]], folder: Path, patch: pytest.MonkeyPatch
     ) -> None:
         self.now, self.said = 0.0, list[str]()
-        self.at, self._folder = at, folder
+        self.at = at
+        patch.chdir(folder)
+        Path(elastic().run.dir).mkdir(parents=True)
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep)
         patch.setattr(elastic_layouts, "time", clock)
         patch.setattr(elastic_layouts, "cluster_nodes", lambda *, gpus: self.at(self.now))
@@ -287,7 +289,6 @@ class Cluster:
         choice = choose(config, left, facts("1.7b"), hardware)
         return ElasticLayouts(
             choice.config,
-            self._folder,
             facts=facts("1.7b"),
             hardware=hardware,
             chosen=choice.values,
@@ -314,7 +315,7 @@ def cores(*free: float) -> list[Node]:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_lost_node_halves_ranks_and_engines(halved: Cluster, tmp_path: Path, first: bool) -> None:
+def test_lost_node_halves_ranks_and_engines(halved: Cluster, first: bool) -> None:
     layouts = halved.layouts(elastic(min_ranks=1))
     if not first:
         assert halved.begun(layouts) == elastic(min_ranks=1) and not halved.said
@@ -322,7 +323,8 @@ def test_lost_node_halves_ranks_and_engines(halved: Cluster, tmp_path: Path, fir
     assert (config.trainer.ranks, config.rollout.engines) == (2, 2)
     assert 60 <= halved.now <= 64
     assert len(halved.said) == 2 and "trainer.ranks is now 2, not 4" in halved.said[1]
-    events = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
+    folder = Path(config.run.dir)
+    events = [json.loads(line) for line in (folder / EVENTS).read_text().splitlines()]
     assert [event["kind"] for event in events] == ["restart", "fewer"]
     assert layouts.oom_recovery.config == config and layouts.oom_recovery.fewer
 

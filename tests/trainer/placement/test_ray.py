@@ -158,11 +158,13 @@ def test_run_continues_on_the_remaining_nodes(
 ) -> None:
     third = cluster.add_node(num_cpus=CPUS, num_gpus=2)
     wait_until_free(8)
-    recipe = replace(config(engines=4, ranks=4), run=RunConfig(elastic_wait_s=0.1))
+    recipe = replace(
+        config(engines=4, ranks=4), run=RunConfig(elastic_wait_s=0.1, dir=str(tmp_path))
+    )
     recipe = replace(recipe, trainer=replace(recipe.trainer, min_ranks=2))
     output: list[str] = []
     options: dict[str, Any] = {"facts": facts("0.6b"), "hardware": Hardware(gpu=True)}
-    start = ElasticLayouts(recipe, tmp_path, **options, chosen={}, say=output.append)
+    start = ElasticLayouts(recipe, **options, chosen={}, say=output.append)
     with reserve_gpus(start.next(), timeout_s=PATIENCE_S) as reservation:
         assert len({seat.node.id for seat in reservation.placement.seats}) == 3
     cluster.remove_node(third, allow_graceful=False)
