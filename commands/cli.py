@@ -14,7 +14,10 @@ from typing import Any, NoReturn
 
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.signals import (
+    FAILED,
+    INTERRUPTED,
     PREEMPTED,
+    REFUSED,
     fix_exit_status,
     keep_writable,
     preemption_signal,
@@ -43,8 +46,6 @@ _EPILOG = """examples:
                                             try a rubric before a run
   keel doctor                               check this machine, with fixes
 """
-REFUSED, INTERRUPTED = 2, 130
-"""Exit statuses for an invalid recipe or invalid data, and for Ctrl-C."""
 _LIBRARIES = ("deepspeed", "ray", "transformers")
 _CURE = (
     "From Keel's checkout, on a GPU machine: pip install '.[gpu]'; on a CPU: make install, or pip "
@@ -169,12 +170,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 0 on success, 1 if it fails while running, 2 if the
-    recipe or data is invalid, 130 for Ctrl-C before the start or a second Ctrl-C, and 143 after
-    SIGTERM, SIGHUP or SIGUSR1. After 143, rerun the command to resume.
-
-    If `argv` is None, parse `sys.argv` and exit the process.
-    """
+    """Run a command and return its exit status (`keel.trainer.run.signals`). If `argv` is None,
+    parse `sys.argv` and exit the process."""
     if argv is not None:
         return _command(argv, lambda _: None)
     sys.stdout, sys.stderr = keep_writable(sys.stdout), keep_writable(sys.stderr)
@@ -253,7 +250,7 @@ def _run_light(arguments: argparse.Namespace) -> int:
         result = run(import_module(f"keel.{name}"), arguments)
     except (ConfigError, RuntimeError, OSError) as error:
         print(f"keel {arguments.command}: {error}", file=sys.stderr)
-        return REFUSED if isinstance(error, ConfigError) else 1
+        return REFUSED if isinstance(error, ConfigError) else FAILED
     if not isinstance(result, str):
         return result or 0
     try:

@@ -18,10 +18,16 @@ from keel.model.ray_timeouts import RayLost, lost_reason
 from keel.trainer.placement.ray_internals import exit_now
 from keel.trainer.run import checkpoint
 from keel.trainer.run.restarts import WorkerLost
-from keel.trainer.run.signals import PREEMPTED, preemption_signal, print_line
+from keel.trainer.run.signals import (
+    FAILED,
+    INTERRUPTED,
+    PREEMPTED,
+    REFUSED,
+    preemption_signal,
+    print_line,
+)
 from keel.trainer.run.trackers import has_abandoned_threads
 
-FAILED, INTERRUPTED = 1, 130
 _RESUMES = "rerun the same command to resume"
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
@@ -50,7 +56,7 @@ def run(command: str, *arguments: Any) -> int:
     try:
         status = COMMANDS[command](*arguments) or 0
     except ConfigError as error:
-        return end(error.exit_status, str(error))
+        return end(REFUSED, str(error))
     except KeyboardInterrupt:
         if not preemption_signal():
             return end(INTERRUPTED, f"stopped at once; {_saved(command, *arguments)}")

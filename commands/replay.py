@@ -47,7 +47,7 @@ def replay(run: str, words: Sequence[str]) -> None:
     completions = sum(len(group.group.trajectories) for group in groups)
     print(f"{path}: {len(groups)} groups, {completions} completions, {words}")
     for line in findings:
-        print(f"then: {line}")
+        print(f"saved with the batch: {line}")
     with ExitStack() as stack:
         start_ray()
         stack.callback(stop_ray)
@@ -69,11 +69,11 @@ def replay(run: str, words: Sequence[str]) -> None:
     for name, value in sorted(numbers.items()):
         print(f"{name:<32} {value:.6g}")
     for line in result.findings:
-        print(f"now: {line}")
+        print(f"replayed: {line}")
     if not numbers["train/skipped_steps"]:
-        print("now: the gradient is finite")
+        print("replayed: the gradient is finite")
     elif not result.findings:
-        print("now: the gradient is not finite, and no cause was found")
+        print("replayed: the gradient is not finite, and no cause was found")
 
 
 def _base_model(model: PlannedModel, config: Config, recipe: Path) -> str:

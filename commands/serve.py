@@ -140,8 +140,8 @@ def serve(folder: Path, words: Sequence[str], *, host: str, port: int, gpu: bool
     try:
         with _run_server(options, gpu=gpu, host=host, port=port) as server:
             print(
-                f"{path} answers at {server.url} as {name!r}, in the OpenAI API\n"
-                f"keel chat --url {server.url} talks to it; Ctrl-C ends it",
+                f"{path} is served as {name!r} at {server.url} (OpenAI API)\n"
+                f"To talk to it: keel chat --url {server.url}. Ctrl-C stops it",
                 flush=True,
             )
             while not (why := server.ended()):
@@ -155,7 +155,7 @@ _REPLY_S = 300.0
 """Timeout in seconds for the next token of a response."""
 _CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
 """Control characters that the terminal would interpret. They are removed before printing."""
-_HELP = "/reset begins a new conversation, Ctrl-C cuts an answer short, Ctrl-D ends"
+_HELP = "/reset: start a new conversation; Ctrl-C: cut an answer short; Ctrl-D: exit"
 
 
 class _ChatSession:

@@ -135,7 +135,7 @@ def _read_run(folder: Path) -> tuple[RunData, Chunks]:
     try:
         run.knobs = _as_json(load_config(folder / _CONFIG))
     except (*_UNREADABLE, ConfigError) as error:
-        run.notes.append(f"{folder / _CONFIG}: no knobs can be read there ({error})")
+        run.notes.append(f"{folder / _CONFIG}: cannot be read ({error})")
     chosen: Mapping[str, Any] = {}
     if (folder / "chosen.json").exists():
         chosen = json.loads((folder / "chosen.json").read_bytes())["values"]
@@ -152,7 +152,7 @@ def _read_run(folder: Path) -> tuple[RunData, Chunks]:
     ]
     chunks = _read_trajectories(folder / "trajectories", run)
     if not run.steps:
-        run.notes.append("no step has ended so far")
+        run.notes.append("no step has finished yet")
     run.summary = _summary(run, folder)
     return run, chunks
 
@@ -231,8 +231,8 @@ def _read_trajectories(folder: Path, run: RunData) -> Chunks:
     samples = run.knobs.get("data.sources") != "[]" and "sft/tokens" not in run.metrics
     if run.steps and run.steps[-1] > 0 and not chunks and samples:
         run.notes.append(
-            f"no trajectories to read in {folder}: run.save_trajectories and run.save_tokens, both "
-            "above 0, have them written at each step"
+            f"{folder}: no trajectories. To save them, set run.save_trajectories and "
+            "run.save_tokens above 0"
         )
     return chunks
 
@@ -292,7 +292,7 @@ def _read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
         run.notes.append(f"{folder / 'settings.json'}: cannot be read ({error})")
     run.changed = _changed_knobs(run.knobs, {})
     if not (folder / "results.json").exists():
-        run.notes.append("the evaluation has not ended: this is what there is so far")
+        run.notes.append("the evaluation has not finished; these are the results so far")
     path, asked, lines = folder / _SAMPLES, list[SampledPrompt](), list[str]()
     for at, line in enumerate(path.read_bytes().split(b"\n")[:-1]):  # the last is being written
         try:
@@ -300,7 +300,7 @@ def _read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
             group = _group_of(one)
             run.groups.append(_list_entry(group, 0, _chunk_name(at), at % _PER_CHUNK))
         except _UNREADABLE as error:
-            raise ConfigError(f"{path}:{at + 1}: no line of an evaluation: {error}") from error
+            raise ConfigError(f"{path}:{at + 1}: not a line of an evaluation: {error}") from error
         asked.append(one)
         lines.append(finite_json(group))
     for variant, sets in results([one for one in asked if one.number], (1,)).items():

@@ -102,8 +102,8 @@ def _thin_trajectories(runs: Sequence[tuple[RunData, Chunks]]) -> None:
         if len(chunks) < len(names):
             unit = "steps" if run.kind == "run" else "parts"
             run.notes.append(
-                f"trajectories of {len(chunks)} of {len(names)} {unit} are in this page, which "
-                f"would be too large with all of them; `keel watch {run.path}` shows every one"
+                f"only {len(chunks)} of {len(names)} {unit} have trajectories in this page, to "
+                f"limit its size; `keel watch {run.path}` shows all of them"
             )
 
 
@@ -198,7 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
         host = self.headers.get("Host", "").rpartition(":")[0]
         token = query.get("token", "").encode()
         if host not in _ALLOWED_HOSTS or not hmac.compare_digest(token, self.server.token.encode()):
-            self._send(HTTPStatus.FORBIDDEN, b"Open the address that `keel watch` has printed.")
+            self._send(HTTPStatus.FORBIDDEN, b"Open the address that `keel watch` printed.")
             return
         try:
             runs, mark = self.server.runs()
@@ -215,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif what == "chunk" and (data := _chunk(runs, query)) is not None:
             self._send(HTTPStatus.OK, data, "application/octet-stream")
         else:
-            self._send(HTTPStatus.NOT_FOUND, b"There is nothing of this name.")
+            self._send(HTTPStatus.NOT_FOUND, b"Not found.")
 
     def _send(
         self, status: HTTPStatus, body: bytes, kind: str = "text/plain", mark: str = ""
@@ -252,7 +252,7 @@ def watch(folders: Sequence[str], port: int) -> None:
     """Serve the page until Ctrl-C. Raises ConfigError if a folder or the port can't be used."""
     with _Server(folders, port) as server:
         print(
-            f"{server.url}\nCtrl-C ends it. Seen from this machine alone; over SSH: ssh -L "
+            f"{server.url}\nCtrl-C stops it. Only this machine can open it. Over SSH: ssh -L "
             f"{server.server_port}:{HOST}:{server.server_port} …",
             flush=True,
         )

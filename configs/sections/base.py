@@ -14,8 +14,6 @@ T = TypeVar("T")
 class ConfigError(ValueError):
     """An invalid configuration. The message names the knob or file and explains how to fix it."""
 
-    exit_status = 2
-
     def __init__(self, message: str) -> None:
         # The message may quote a file that contains terminal escape sequences.
         super().__init__("".join(c if c.isprintable() or c in "\n\t" else "�" for c in message))

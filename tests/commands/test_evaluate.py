@@ -361,10 +361,11 @@ def test_newest_batch_uses_the_checkpoint_before_it(run_folder: Path, capsys: Ca
     assert main(["replay", str(run_folder)]) == 0
     output = capsys.readouterr().out
     assert "step_000007.npz: 1 groups, 2 completions, from step_000006, the weights" in output
-    assert "then: p, token 3: was nan\n" in output and "now: p, token 3: nan\n" in output
+    assert "saved with the batch: p, token 3: was nan\n" in output
+    assert "replayed: p, token 3: nan\n" in output
     assert "loss                             1.5\n" in output
     assert main(["replay", str(run_folder), "3", "trainer.lr=2"]) == 0
-    assert "now: the gradient is finite\n" in capsys.readouterr().out
+    assert "replayed: the gradient is finite\n" in capsys.readouterr().out
     assert main(["replay", str(run_folder), "trainer.lr=3"]) == 0
     assert "step_000007.npz" in capsys.readouterr().out and FakeLearner.made.pop().events[1] == 3.0
     assert "evil" not in sys.modules

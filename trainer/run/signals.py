@@ -24,7 +24,9 @@ from types import FrameType
 from typing import Any, Self, TextIO, cast
 
 PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-PREEMPTED = 143  # exit status after a preemption signal: 128 + SIGTERM
+FAILED, REFUSED, INTERRUPTED, PREEMPTED = 1, 2, 130, 143
+"""Exit statuses of a command: it failed while running, the recipe or data is invalid, Ctrl-C before
+the start or a second Ctrl-C, and a preemption signal. After `PREEMPTED`, rerun it to resume."""
 FIRST = "Stopping after this step, with a checkpoint. Press Ctrl-C again to stop at once."
 NOTHING_YET = "Stopping. Nothing is trained yet, so there is nothing to save."
 _PREEMPTED_FIRST = "{signal}: dropping the current rollouts; a checkpoint follows"
