@@ -132,14 +132,10 @@ def train(
                 names = {recipe_name(part) if callable(part) else part: of for part, of in weights}
             except ValueError as error:
                 raise ConfigError(f"keel.train(rewards=…): {error}") from error
-            used = {source.name for source in load_config(path, overrides).data.sources}
-            every = load_config(path, [*overrides, "data.only=[]"]).data.sources
             value = yaml_line(_plain_data(names, "rewards=…"))
-            overrides += [
-                f"{_SOURCES}.{index}.rewards={value}"
-                for index, source in enumerate(every)
-                if source.name in used
-            ]
+            # `eval.file` adds its source after the overrides are applied.
+            sources = load_config(path, [*overrides, "eval.file=''"]).data.sources
+            overrides += [f"{_SOURCES}[{source.name}].rewards={value}" for source in sources]
         run = RunFolder(load_config(path, overrides))
         try:
             main.train(str(path), overrides, after_step=called.call, again=_AGAIN)

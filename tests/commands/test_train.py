@@ -216,6 +216,10 @@ def test_functions_have_weights_like_parts(requests: list[Config], tmp_path: Pat
     keel.train(recipe, rewards=[brief], knobs=[*knobs, "data.only=[spiral]"])
     (source,) = requests.pop(1).data.sources
     assert (source.name, source.rewards) == ("spiral", {"python.brief": 1.0})
+    keel.train(recipe, rewards=[brief], knobs=[*knobs, "eval.file=test.jsonl"])
+    *trained, test = requests.pop(1).data.sources
+    assert all(source.rewards == {"python.brief": 1.0} for source in trained)
+    assert (test.name, test.rewards) == ("test", {"correct": 1.0})
     generated: Any = (knob for knob in knobs)
     keel.train("quickstart", prompts=["Say hi."], rewards=[brief], knobs=generated)
     assert requests[1].data.sources[0].rewards == {"python.brief": 1.0}
