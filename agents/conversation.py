@@ -32,7 +32,8 @@ class SegmentRecord:
         self.ids = list(context)
         self._turns: list[tuple[int, TurnResult]] = []
         """Each turn's result, with the position of its first sampled token."""
-        self._rows = 0
+        self.routed_tokens = 0
+        """Number of tokens that the turns have processed, whose expert routes are recorded."""
 
     @property
     def turns(self) -> int:
@@ -41,25 +42,6 @@ class SegmentRecord:
     @property
     def sampled_tokens(self) -> int:
         return sum(len(result.token_ids_R) for _, result in self._turns)
-
-    def request(
-        self,
-        conversation: str,
-        *,
-        max_tokens: int,
-        seed: int,
-        timeout_s: float = inf,
-        stop_ids: tuple[int, ...] = (),
-    ) -> TurnRequest:
-        return TurnRequest(
-            conversation=conversation,
-            token_ids_T=np.array(self.ids, np.int32),
-            max_tokens=max_tokens,
-            seed=seed,
-            timeout_s=timeout_s,
-            routes_from=self._rows,
-            stop_ids=stop_ids,
-        )
 
     def append_turn(self, request: TurnRequest, result: TurnResult) -> None:
         """Append a turn to the segment. Raises ValueError if the result is incomplete or was
@@ -71,15 +53,15 @@ class SegmentRecord:
             "logp_old_R": len(result.logp_old_R),
             "version_R": len(result.version_R),
         }
-        if len(request.token_ids_T) != context or request.routes_from != self._rows:
+        if len(request.token_ids_T) != context or request.routes_from != self.routed_tokens:
             raise ValueError(f"{name}: a turn of an older context")
-        rows = max(context + sampled - 1, self._rows)
+        rows = max(context + sampled - 1, self.routed_tokens)
         for field, expected in (
             ("logp_old_R", sampled),
             ("version_R", sampled),
             ("sampling_mask", sampled),
-            ("routes_TLK", rows - self._rows),
-            ("selected_TLb", rows - self._rows),
+            ("routes_TLK", rows - self.routed_tokens),
+            ("selected_TLb", rows - self.routed_tokens),
         ):
             if (length := lengths.get(field, expected)) != expected:
                 raise ValueError(f"{name}: {field} has {length} entries, expected {expected}")
@@ -88,7 +70,7 @@ class SegmentRecord:
             raise ValueError(f"{name}: only some of its turns have routes")
         self._turns.append((context, result))
         self.ids += result.token_ids_R.tolist()
-        self._rows = rows
+        self.routed_tokens = rows
 
     def drop_extension(self) -> None:
         """Remove the ids after the last turn, because its messages are tokenized again together
@@ -179,11 +161,13 @@ class Conversation:
         if self.view[-1]["role"] == "assistant":
             raise ValueError(f"conversation {self.name}: the last message is the policy's own")
         record = self._records[-1]
-        return record.request(
-            self.name,
+        return TurnRequest(
+            conversation=self.name,
+            token_ids_T=np.array(record.ids, np.int32),
             max_tokens=max_tokens,
             seed=seed_of(seed, len(self._records) - 1, record.turns),
             timeout_s=timeout_s,
+            routes_from=record.routed_tokens,
             stop_ids=self._chat.stop_ids,
         )
 

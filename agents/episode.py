@@ -19,12 +19,13 @@ from keel.agents.types import (
     Environment,
     EnvironmentLost,
     NodeLost,
+    Opening,
+    SystemPrompt,
     ToolResult,
-    Transcript,
-    Unscored,
 )
+from keel.configs.system_prompts import with_system
 from keel.rl.turns import MALFORMED, Chat, Malformed, Message, ToolCall, TurnRequest, TurnResult
-from keel.rl.types import LOST, FinishReason, Prompt, Segment, Trajectory, Usage, Verdict
+from keel.rl.types import FinishReason, Prompt, Segment, Trajectory, Usage, Verdict
 
 CHARACTERS_PER_TOKEN = 16
 """Upper bound on the average number of characters per token in a long text. Prose has about 4."""
@@ -83,12 +84,11 @@ class Budget:
 def add_turn(usage: Usage, result: TurnResult, *, repeated: int) -> Usage:
     """Return a copy of `usage` with one more turn added. `repeated` is the number of context tokens
     that an earlier turn already processed."""
-    return replace(
-        usage,
-        turns=usage.turns + 1,
-        repeated_tokens=usage.repeated_tokens + repeated,
-        cached_tokens=usage.cached_tokens + min(result.cached_tokens, repeated),
-        sampling_s=usage.sampling_s + result.sampling_s,
+    return usage.plus(
+        turns=1,
+        repeated_tokens=repeated,
+        cached_tokens=min(result.cached_tokens, repeated),
+        sampling_s=result.sampling_s,
     )
 
 
@@ -110,6 +110,7 @@ class Episode:
     """Samples a turn on an engine. It must not raise ValueError, which would drop the episode."""
     budget: Budget
     context: ContextShortener
+    system_prompt: SystemPrompt | None = None
     name: str
     sibling: int
     seed: int
@@ -131,12 +132,20 @@ class Episode:
         except NodeLost:
             raise
         except EnvironmentLost as error:
-            return self._crashed(str(error)) or str(error)
+            is_failure = error.during in self.crash_is_failure
+            return self._crashed(str(error)) if is_failure else str(error)
         except (ValueError, OSError) as error:
             return f"{BROKE}{error}"
         finally:
             # Has its own deadline, and must finish even if this task is cancelled.
             await asyncio.shield(asyncio.ensure_future(self._close()))
+
+    async def _open(self) -> Opening:
+        opening = await self.environment.open(self.task, seed=self.environment_seed)
+        if self.system_prompt is None:
+            return opening
+        text = self.system_prompt([tool.name for tool in opening.tools])
+        return replace(opening, messages=with_system(text, opening.messages))
 
     async def _close(self) -> None:
         try:
@@ -147,7 +156,7 @@ class Episode:
             )
 
     async def _run(self) -> Trajectory | str:
-        opening = await self.environment.open(self.task, seed=self.environment_seed)
+        opening = await self._open()
         self._conversation = conversation = Conversation(
             name=self.name,
             prompt_id=self.task.prompt_id,
@@ -175,17 +184,12 @@ class Episode:
 
     async def _graded(self, reason: FinishReason) -> Trajectory | str:
         _, messages, _ = self._record()
-        transcript = Transcript(messages=tuple(messages), finish_reason=reason)
-        verdict = await self.environment.verdict(transcript)
-        if not isinstance(verdict, Unscored):
-            return self._trajectory(reason, verdict)
-        if verdict.fault not in (None, "raised") and (failed := self._crashed(verdict.reason)):
-            return failed
-        return f"the environment has no verdict: {verdict.reason}"
+        verdict = await self.environment.verdict(messages, reason)
+        if isinstance(verdict, str):
+            return f"the environment has no verdict: {verdict}"
+        return self._trajectory(reason, verdict)
 
-    def _crashed(self, reason: str) -> Trajectory | None:
-        if not reason.startswith(tuple(f"{LOST}{phase}:" for phase in self.crash_is_failure)):
-            return None
+    def _crashed(self, reason: str) -> Trajectory:
         return self._trajectory("crash", Verdict(parts={"correct": 0.0}, facts={"crash": reason}))
 
     def _trajectory(self, reason: FinishReason, verdict: Verdict) -> Trajectory:
@@ -224,18 +228,16 @@ class Episode:
         return reason
 
     async def _make_room(self, conversation: Conversation) -> FinishReason | None:
-        rewrite = self.context.rewrite(
-            conversation.opening,
-            conversation.view,
-            tokens=len(conversation.ids),
-            rewrites=self.usage.rewrites,
+        tokens = len(conversation.ids)
+        messages = self.context.shorten(
+            conversation.opening, conversation.view, tokens=tokens, rewrites=self.usage.rewrites
         )
-        if rewrite is None:
+        if messages is None:
             return None
-        self.usage = replace(self.usage, rewrites=self.usage.rewrites + 1)
-        messages, added = rewrite.messages, tuple[Message, ...]()
-        if rewrite.ask:
-            if rewrite.shorten_first:
+        self.usage = self.usage.plus(rewrites=1)
+        added: tuple[Message, ...] = ()
+        if self.context.method == "summary":
+            if not self.context.fits_summary(tokens):
                 conversation.rewrite(messages)
             conversation.ask(ASK_FOR_SUMMARY)
             turn = await self._speak(conversation, self.context.summary_tokens)
@@ -281,7 +283,7 @@ class Episode:
             if isinstance(call, Malformed):
                 text = f"This is not a tool call: {call.why}. Nothing was run."
                 result = ToolResult(text=text, failed=True)
-                self.usage = replace(self.usage, malformed_calls=self.usage.malformed_calls + 1)
+                self.usage = self.usage.plus(malformed_calls=1)
             elif text := self.budget.refusal(self._calls_run):
                 result = ToolResult(text=text, failed=True)
             else:
@@ -290,13 +292,8 @@ class Episode:
                 self._calls_run += 1
                 began = time.monotonic()
                 result = await self.environment.call(call, timeout_s=self.budget.call_s)
-                spent_s = time.monotonic() - began
-                self.usage = replace(self.usage, tools_s=self.usage.tools_s + spent_s)
-            self.usage = replace(
-                self.usage,
-                calls=self.usage.calls + 1,
-                failed_calls=self.usage.failed_calls + result.failed,
-            )
+                self.usage = self.usage.plus(tools_s=time.monotonic() - began)
+            self.usage = self.usage.plus(calls=1, failed_calls=result.failed)
             text = self.budget.truncate(result.text)
             answers.append(
                 {"role": "tool", "content": text, "tool_call_id": call.call_id, "name": name}
@@ -309,7 +306,7 @@ class Episode:
 _FULL = 0.8
 """The context is rewritten once it fills this fraction of the window."""
 _Method = Literal["none", "summary", "discard-75", "discard-all"]
-_SHARES = {"discard-75": 0.75, "discard-all": 1.0}
+_SHARES = {"summary": 0.75, "discard-75": 0.75, "discard-all": 1.0}
 """The fraction of tool calls that each method removes from the context."""
 
 ASK_FOR_SUMMARY = (
@@ -318,16 +315,6 @@ ASK_FOR_SUMMARY = (
     "do. Call no tool."
 )
 SUMMARY = "What was done so far, in your own words:\n\n"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rewrite:
-    messages: tuple[Message, ...]
-    """The new context. With `ask`, it is used only if the summary is empty."""
-    ask: bool = False
-    """True to ask the policy for a summary, which replaces everything after the opening."""
-    shorten_first: bool = False
-    """True if the current context leaves no room for the summary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,11 +328,15 @@ class ContextShortener:
     its window is full."""
     summary_tokens: int = 1024
 
-    def rewrite(
+    def fits_summary(self, tokens: int) -> bool:
+        return tokens + self.summary_tokens <= self.window
+
+    def shorten(
         self, opening: Sequence[Message], view: Sequence[Message], *, tokens: int, rewrites: int
-    ) -> Rewrite | None:
-        """Decide how to shorten the context `view`, which is `tokens` tokens long, before the next
-        turn. Returns None if it still fits or nothing can be removed."""
+    ) -> tuple[Message, ...] | None:
+        """Shorten the context `view`, which is `tokens` tokens long, before the next turn. Returns
+        None if it still fits or nothing can be removed. With the method `summary`, the result is
+        used only if the policy's summary is empty or the context has no room for one."""
         spent = 0 < self.most <= rewrites
         if self.method == "none" or spent or tokens < _FULL * self.window:
             return None
@@ -355,15 +346,11 @@ class ContextShortener:
                 steps[-1].append(message)
             else:
                 steps.append([message])
-        fits = tokens + self.summary_tokens <= self.window
         calls = [i for i, step in enumerate(steps) if step[0].get("tool_calls")]
-        shorter: tuple[Message, ...] | None = None
         if calls:
-            removed = set(calls[: ceil(len(calls) * _SHARES.get(self.method, 0.75))])
+            removed = set(calls[: ceil(len(calls) * _SHARES[self.method])])
             rest = (m for i, step in enumerate(steps) if i not in removed for m in step)
-            shorter = (*opening, *rest)
-        if self.method != "summary":
-            return None if shorter is None else Rewrite(messages=shorter)
-        if not steps or (not fits and shorter is None):
-            return None
-        return Rewrite(messages=shorter or tuple(view), ask=True, shorten_first=not fits)
+            return (*opening, *rest)
+        if self.method == "summary" and steps and self.fits_summary(tokens):
+            return tuple(view)
+        return None

@@ -4,20 +4,19 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 from keel.agents.env_process.process import (
     MAX_MESSAGE_BYTES,
     ChildProcess,
-    Deadlines,
     ProcessSettings,
     launch,
     with_deadline,
 )
-from keel.agents.schemas import ArgumentValidator, argument_validator
-from keel.agents.types import EnvironmentLost, Fault, Opening, ToolResult, Transcript, Unscored
+from keel.agents.schemas import ArgumentValidator
+from keel.agents.types import EnvironmentLost, Fault, Opening, ToolResult
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rl.types import Prompt, Verdict
 
@@ -27,7 +26,6 @@ class McpServer(ProcessSettings):
     command: Sequence[str] = ()
     """The command that starts the server of an episode. `{seed}` is replaced by the seed."""
     url: str = ""
-    deadlines: Deadlines = field(default_factory=Deadlines)
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
@@ -60,7 +58,7 @@ class McpEpisode:
         self.grades = False
 
     async def open(self, task: Prompt, *, seed: int) -> Opening:
-        server, timeout_s = self._server, self._server.deadlines.open_s
+        server, timeout_s = self._server, self._server.open_s
         async with self._starting or nullcontext():
             transport: Any = server.url
             if server.command:
@@ -73,7 +71,7 @@ class McpEpisode:
                 transport = self._streams(self._process)
             try:
                 tools = await with_deadline(timeout_s, self._connect(transport))
-                self._arguments = argument_validator(tools)
+                self._arguments = ArgumentValidator(tools)
             except asyncio.CancelledError:
                 await self.close()
                 raise
@@ -124,7 +122,7 @@ class McpEpisode:
         except MCPError as error:
             try:  # the client raises the same error if the server refuses the call or is gone
                 listing = self._client.list_tools(cache_mode="bypass")
-                await with_deadline(self._server.deadlines.reply_s, listing)
+                await with_deadline(self._server.reply_s, listing)
             except Exception:
                 raise await self._lose("call", error, timeout_s) from error
             return ToolResult(text=f"{call.name}: {error}", failed=True)
@@ -135,9 +133,9 @@ class McpEpisode:
     async def reply(self, turn: Message) -> Message | None:
         return None
 
-    async def verdict(self, transcript: Transcript) -> Verdict | Unscored:
+    async def verdict(self, messages: Sequence[Message], finish_reason: str) -> Verdict | str:
         if self._lost is not None:
-            return Unscored(reason=f"lost before this: {self._lost}")
+            return f"lost before this: {self._lost}"
         return Verdict(parts={})
 
     async def close(self) -> None:
@@ -145,14 +143,14 @@ class McpEpisode:
         session = self._session
         try:
             if session is not None and self._lost is None:
-                await asyncio.wait({session}, timeout=self._server.deadlines.close_s)
+                await asyncio.wait({session}, timeout=self._server.close_s)
         finally:
             if self._process is not None:
                 await self._process.end()
             if session is not None:
                 session.cancel()
                 with suppress(BaseException):  # reported before, or irrelevant now
-                    await asyncio.wait({session}, timeout=self._server.deadlines.close_s)
+                    await asyncio.wait({session}, timeout=self._server.close_s)
                     session.exception()
 
     async def _lose(self, during: str, error: Exception, timeout_s: float) -> EnvironmentLost:

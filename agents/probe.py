@@ -19,10 +19,8 @@ from keel.agents.types import (
     EnvironmentLost,
     Opening,
     SystemPrompt,
-    Transcript,
-    Unscored,
-    WithSystemPrompt,
 )
+from keel.configs.system_prompts import with_system
 from keel.rl.turns import Chat, TurnRequest, TurnResult
 from keel.rl.types import ENVIRONMENT, Prompt, Verdict
 
@@ -47,16 +45,17 @@ async def try_environment(
     name = program.target if isinstance(program, Program) else program.name
     if isinstance(program, Program):
         fork_server = ForkServer(program)
-        inner = Hosted(program, fork_server=fork_server)
+        environment = Hosted(program, fork_server=fork_server)
     else:
-        fork_server, inner = None, McpEpisode(program)
-    environment = WithSystemPrompt(inner, prompt)
+        fork_server, environment = None, McpEpisode(program)
     began = time.monotonic()
     try:
         opening = await environment.open(task, seed=seed)
         seconds = time.monotonic() - began
-        transcript = Transcript(messages=opening.messages, finish_reason="stop")
-        verdict = await environment.verdict(transcript)
+        try:
+            verdict = await environment.verdict(opening.messages, "stop")
+        except EnvironmentLost as error:
+            verdict = str(error)
     except EnvironmentLost as error:
         python = f"interpreter {program.python}, " if isinstance(program, Program) else ""
         output = f". Its last words: {error.output}" if error.output else ""
@@ -77,7 +76,7 @@ async def try_environment(
             "method `opening(self, task, seed)` that returns the user's message or a list of "
             "messages, or take the tasks from a file (source: jsonl)"
         )
-    elif is_grader and not inner.grades:
+    elif is_grader and not environment.grades:
         problem = (
             "it has no `verdict`, and nothing else grades its tasks. Add a method `verdict` that "
             "returns a number from 0 to 1, or a dict of them with one named `correct`, or take the "
@@ -86,7 +85,7 @@ async def try_environment(
     if problem:
         raise ValueError(f"environment {name}: {problem}")
     try:
-        tokens = _count_tokens(opening, chat, window, thinking)
+        tokens = _count_tokens(opening, chat, window, thinking, prompt)
     except ValueError as error:
         message = f"environment {name}: the opening of task {task.prompt_id} {error}"
         raise ValueError(message) from error
@@ -97,19 +96,24 @@ async def try_environment(
     reason = fork_server.disabled_reason if fork_server is not None else ""
     later = f", without forking: {reason}" if reason else ""
     note = f"opens in {seconds:.1f} s{later}, with {tokens} tokens; tools: {listed}"
-    if isinstance(verdict, Unscored):
-        note += f". WARNING: no verdict right after the opening: {verdict.reason}"
+    if isinstance(verdict, str):
+        note += f". WARNING: no verdict right after the opening: {verdict}"
     elif is_grader and "correct" not in verdict.parts:
         note += f". WARNING: its verdict has no part `correct`, only {list(verdict.parts)}"
-    return note, verdict.parts.keys() if isinstance(verdict, Verdict) and inner.grades else None
+    if isinstance(verdict, Verdict) and environment.grades:
+        return note, verdict.parts.keys()
+    return note, None
 
 
-def _count_tokens(opening: Opening, chat: Chat, window: int, thinking: bool) -> int:
+def _count_tokens(
+    opening: Opening, chat: Chat, window: int, thinking: bool, prompt: SystemPrompt
+) -> int:
+    messages = with_system(prompt([tool.name for tool in opening.tools]), opening.messages)
     if opening.messages[-1]["role"] == "assistant":
         raise ValueError("ends with an assistant message. End it with a user message")
     try:
-        ids = chat.opening(opening.messages, opening.tools, thinking=thinking)
-        plain = chat.opening(opening.messages, (), thinking=thinking) if opening.tools else []
+        ids = chat.opening(messages, opening.tools, thinking=thinking)
+        plain = chat.opening(messages, (), thinking=thinking) if opening.tools else []
     except ValueError as error:
         raise ValueError(f"cannot be rendered: {error}") from error
     if ids == plain:
@@ -134,6 +138,7 @@ async def try_program(
     chat: Chat,
     speak: Callable[[str], Sequence[int]],
     budget: Budget,
+    prompt: SystemPrompt,
 ) -> str:
     """Run a program for one episode, with a scripted model standing in for the policy, and return a
     description of what happened. Raises ValueError if the program fails to start or never requests
@@ -164,6 +169,7 @@ async def try_program(
             sample=sample,
             budget=replace(budget, turns=turns, timeout_s=timeout_s),
             context=ContextShortener(method="none", window=budget.window, most=0),
+            system_prompt=prompt,
             name="keel check",
             sibling=0,
             seed=seed,

@@ -17,7 +17,7 @@ from typing import get_args
 from keel.agents.endpoint.program import AgentProgram, DrivenEpisode
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.episode import Budget, ContextShortener, Episode
-from keel.agents.types import Environment, NodeLost
+from keel.agents.types import Environment, NodeLost, SystemPrompt
 from keel.rl.turns import Chat, TurnRequest, TurnResult, conversation_of, seed_of
 from keel.rl.types import Group, Prompt, Purpose, Trajectory
 
@@ -45,6 +45,7 @@ class EpisodeKind:
     chat: Chat
     budget: Budget
     context: ContextShortener
+    system_prompt: SystemPrompt | None = None
     program: AgentProgram | None = None
     crash_is_failure: Collection[str] = ()
 
@@ -214,6 +215,7 @@ class EpisodeRunner:
                     sample=sample,
                     budget=kind.budget,
                     context=kind.context,
+                    system_prompt=kind.system_prompt,
                     name=conversation_of(prompt.prompt_id, purpose, version, draw, sibling),
                     sibling=sibling,
                     seed=seed_of(self._seed, version, draw, sibling, prompt.prompt_id),

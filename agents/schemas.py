@@ -18,23 +18,12 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class ArgumentValidator:
-    """Validates tool call arguments. Schemas must not refer to other documents."""
+    """Validates tool call arguments. Schemas must not refer to other documents. They are compiled
+    once for all episodes with the same tools."""
 
     def __init__(self, tools: Sequence[ToolSpec]) -> None:
-        self._validators: dict[str, Any] = {}
-        for tool in tools:
-            if not _NAME.fullmatch(tool.name):
-                allowed = "1 to 64 letters, digits, '_', '-' and '.'"
-                raise ValueError(f"tool {tool.name!r}: a name must be {allowed}")
-            if tool.name in self._validators:
-                raise ValueError(f"tool {tool.name}: there are two of that name")
-            try:
-                self._validators[tool.name] = _validator(tool.parameters)
-            except ValueError as error:
-                raise ValueError(f"tool {tool.name}: its schema {error}") from error
-            except Exception as error:  # jsonschema raises many types, as for `"$schema": []`
-                reason = repr(error)[:_MAX_CHARACTERS]
-                raise ValueError(f"tool {tool.name}: its schema is invalid: {reason}") from error
+        schemas = [[tool.name, dict(tool.parameters)] for tool in tools]
+        self._validators = _compile_schemas(json.dumps(schemas))
 
     def explain_error(self, call: ToolCall) -> str:
         """Return an error message for the policy, or "" if the call is valid."""
@@ -63,15 +52,23 @@ class ArgumentValidator:
         return f"{call.name}: {'; '.join(messages)}" if messages else ""
 
 
-def argument_validator(tools: Sequence[ToolSpec]) -> ArgumentValidator:
-    """Return the validator for `tools` from a cache shared by all episodes with the same tools."""
-    return _arguments_of(json.dumps([[t.name, t.description, dict(t.parameters)] for t in tools]))
-
-
 @lru_cache(maxsize=64)
-def _arguments_of(text: str) -> ArgumentValidator:
-    tools = json.loads(text)
-    return ArgumentValidator([ToolSpec(name=n, description=d, parameters=p) for n, d, p in tools])
+def _compile_schemas(text: str) -> dict[str, Any]:
+    validators: dict[str, Any] = {}
+    for name, parameters in json.loads(text):
+        if not _NAME.fullmatch(name):
+            allowed = "1 to 64 letters, digits, '_', '-' and '.'"
+            raise ValueError(f"tool {name!r}: a name must be {allowed}")
+        if name in validators:
+            raise ValueError(f"tool {name}: there are two of that name")
+        try:
+            validators[name] = _validator(parameters)
+        except ValueError as error:
+            raise ValueError(f"tool {name}: its schema {error}") from error
+        except Exception as error:  # jsonschema raises many types, as for `"$schema": []`
+            reason = repr(error)[:_MAX_CHARACTERS]
+            raise ValueError(f"tool {name}: its schema is invalid: {reason}") from error
+    return validators
 
 
 def _validator(parameters: Any) -> Any:

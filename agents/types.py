@@ -2,10 +2,9 @@
 deadline."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from keel.configs.system_prompts import with_system
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rl.types import LOST, Prompt, Verdict
 
@@ -31,23 +30,6 @@ deadline, sent an invalid reply, sent a reply that was too large, ran out of mem
 after its end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unscored:
-    """Returned instead of a verdict if the environment can't grade the trajectory. The trajectory
-    is then dropped rather than scored 0."""
-
-    reason: str
-    fault: Fault | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transcript:
-    """A trajectory's messages and finish reason, for the environment to grade."""
-
-    messages: Sequence[Message]
-    finish_reason: str
-
-
 class EnvironmentLost(RuntimeError):
     """Raised when the episode can't continue. By then, all of the environment's processes are
     dead."""
@@ -70,8 +52,8 @@ class NodeLost(EnvironmentLost):
 
 
 class Environment(Protocol):
-    """An episode's environment. `open`, `call` and `reply` raise `EnvironmentLost` if the episode
-    can't continue. `verdict` returns `Unscored` instead, and `close` never raises."""
+    """An episode's environment. Its methods raise `EnvironmentLost` if the episode can't continue,
+    except that `close` never raises."""
 
     async def open(self, task: Prompt, *, seed: int) -> Opening: ...
 
@@ -84,7 +66,10 @@ class Environment(Protocol):
         episode."""
         ...
 
-    async def verdict(self, transcript: Transcript) -> Verdict | Unscored: ...
+    async def verdict(self, messages: Sequence[Message], finish_reason: str) -> Verdict | str:
+        """Grade the trajectory. Returns the reason if that isn't possible. The trajectory is then
+        dropped rather than scored 0."""
+        ...
 
     async def close(self) -> None:
         """Release all resources. Can be called more than once, and after any failure."""
@@ -104,7 +89,7 @@ class NoEnvironment:
     async def reply(self, turn: Message) -> Message | None:
         return None
 
-    async def verdict(self, transcript: Transcript) -> Verdict | Unscored:
+    async def verdict(self, messages: Sequence[Message], finish_reason: str) -> Verdict | str:
         return Verdict(parts={})
 
     async def close(self) -> None:
@@ -113,18 +98,3 @@ class NoEnvironment:
 
 SystemPrompt = Callable[[Sequence[str]], str]
 """Returns the system prompt for the given tool names, or "" for no system prompt."""
-
-
-class WithSystemPrompt:
-    """Wraps an environment and prepends a system prompt to its opening messages."""
-
-    def __init__(self, environment: Environment, prompt: SystemPrompt) -> None:
-        self._prompt = prompt
-        self.call, self.reply = environment.call, environment.reply
-        self.verdict, self.close = environment.verdict, environment.close
-        self._open = environment.open
-
-    async def open(self, task: Prompt, *, seed: int) -> Opening:
-        opening = await self._open(task, seed=seed)
-        text = self._prompt([tool.name for tool in opening.tools])
-        return replace(opening, messages=with_system(text, opening.messages))

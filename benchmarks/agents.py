@@ -32,7 +32,7 @@ import torch
 from benchmarks.common import arguments, run_facts
 from keel.agents.episode import Budget, ContextShortener
 from keel.agents.runner import EpisodeKind, EpisodeRunner
-from keel.agents.types import Opening, ToolResult, Transcript
+from keel.agents.types import Opening, ToolResult
 from keel.configs.schema import RolloutConfig, SamplingConfig, TinyModelConfig
 from keel.model.tiny.build import build_model
 from keel.model.tiny.tokenizer import build_tokenizer
@@ -91,7 +91,7 @@ class Looking:
     async def reply(self, turn: Message) -> Message | None:
         return None
 
-    async def verdict(self, transcript: Transcript) -> Verdict:
+    async def verdict(self, messages: Sequence[Message], finish_reason: str) -> Verdict:
         return Verdict(parts={"correct": 0.0})
 
     async def close(self) -> None:

@@ -100,7 +100,7 @@ def add_source_system(
     source: SourceConfig, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], ...]:
     """Prepend the source's system messages to a prompt. For sources with an environment,
-    `keel.agents.types.WithSystemPrompt` adds the system template once the tools are known."""
+    `keel.agents.episode.Episode` adds the system template once the tools are known."""
     template = "none" if source.environment.enabled else source.system_template
     return with_system(system_prompt(template), with_system(source.system, messages))
 

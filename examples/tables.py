@@ -42,7 +42,7 @@ _QUESTIONS = {
         "SELECT category, sum(revenue) FROM sales GROUP BY category",
     ),
     "best_month": (
-        "In which month (YYYY-MM) was the revenue with {category} largest?",
+        "In which month (YYYY-MM) was the revenue from {category} largest?",
         "SELECT month, sum(revenue) FROM sales WHERE category = :category GROUP BY month",
     ),
     "second_product": (
@@ -51,7 +51,7 @@ _QUESTIONS = {
         "LIMIT -1 OFFSET 1",
     ),
     "revenue": (
-        "Compute the revenue with {category} in month {month}, rounded to two decimals.",
+        "Compute the revenue from {category} in {month}, rounded to two decimals.",
         "SELECT sum(revenue) FROM sales WHERE category = :category AND month = :month",
     ),
     "mean_order": (

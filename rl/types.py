@@ -403,6 +403,10 @@ class Usage:
     sampling_s: float = 0.0
     tools_s: float = 0.0
 
+    def plus(self, **amounts: float) -> Usage:
+        """Return a copy with the given amounts added."""
+        return replace(self, **{name: getattr(self, name) + n for name, n in amounts.items()})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialogue:

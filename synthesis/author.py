@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 import openai
 from openai import AsyncOpenAI, Timeout
 
-from keel.agents.schemas import argument_validator
+from keel.agents.schemas import ArgumentValidator
 from keel.agents.types import ToolResult
 from keel.configs.synthesis import AuthorConfig, CostConfig
 from keel.rewards.judge.client import bounded_http
@@ -269,7 +269,7 @@ def _as_json(call: ToolCall | Malformed) -> dict[str, Any]:
 
 
 _Call = Callable[[ToolCall], Awaitable[ToolResult]]
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +297,7 @@ async def run_tool_loop(
     """Let a model call tools until it stops or hits a limit. `call` executes the tool calls with
     valid arguments, and has its own timeout. Invalid calls are answered with an error. Exceptions
     from `author` and `call` propagate."""
-    history, schemas = list(messages), argument_validator(tools)
+    history, schemas = list(messages), ArgumentValidator(tools)
     for _ in range(most_turns):
         reply = await author.ask(history, purpose=purpose, tools=tools)
         history.append(reply.message())
@@ -320,7 +320,7 @@ async def run_tool_loop(
     return ToolLoopResult(messages=tuple(history), ended="turns")
 
 
-async def gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:
+async def gather_or_cancel(*work: Coroutine[Any, Any, _T]) -> list[_T]:
     """Await all coroutines and return their results. If one raises, cancel the others to save
     tokens."""
     tasks = [asyncio.ensure_future(one) for one in work]
@@ -341,9 +341,3 @@ def object_schema(**properties: Any) -> dict[str, Any]:
         "required": list(properties),
         "additionalProperties": False,
     }
-
-
-def tool_spec_of(value: Mapping[str, Any]) -> ToolSpec:
-    return ToolSpec(
-        name=value["name"], description=value["description"], parameters=value["parameters"]
-    )

@@ -55,10 +55,7 @@ class Ledger:
             folder = stack.enter_context(WorkFolder(self.folder, "dir", "synthesis"))
             self._outcomes, self._usage = map(folder.lines, ("outcomes.jsonl", "usage.jsonl"))
             try:
-                lines = self._outcomes.read()
-                for line in lines:
-                    line.pop("drafts", None)  # written by older versions
-                outcomes = [TaskOutcome(**line) for line in lines]
+                outcomes = [TaskOutcome(**line) for line in self._outcomes.read()]
                 self.spent = [CallUsage(**line) for line in self._usage.read()]
             except (ValueError, TypeError) as error:
                 raise folder.error(f"cannot be read: {error}") from error

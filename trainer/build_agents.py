@@ -12,7 +12,7 @@ from typing import Any
 
 from keel.agents.endpoint.program import AgentProgram, resolve_command
 from keel.agents.env_process.client import ForkServer, Hosted
-from keel.agents.env_process.process import KEEL, Deadlines, EnvSandbox, Program
+from keel.agents.env_process.process import KEEL, EnvSandbox, Program
 from keel.agents.environments.interpreter import CELL_S, ENDING_S, split_call_time
 from keel.agents.episode import POLICY_PHASES, Budget, ContextShortener
 from keel.agents.mcp_client import McpEpisode, McpServer
@@ -25,7 +25,7 @@ from keel.agents.runner import (
     environment_seed,
     raise_file_limit,
 )
-from keel.agents.types import Environment, NoEnvironment, SystemPrompt, WithSystemPrompt
+from keel.agents.types import Environment, NoEnvironment, SystemPrompt
 from keel.configs.paths import data_path
 from keel.configs.schema import Config, ConfigError, SourceConfig
 from keel.configs.sections.model import TINY_MODEL
@@ -117,6 +117,7 @@ async def _try_source(
 ) -> dict[str, str]:
     notes: dict[str, str] = {}
     seed = environment_seed(config.run.seed, task)
+    prompt = _system_prompt_of(config, source)
     if (spec := environment_spec(config, source)) is not None:
         note, parts = await try_environment(
             spec,
@@ -125,7 +126,7 @@ async def _try_source(
             chat=chat,
             window=config.budget(source.domain_name).window,
             thinking=source.thinking,
-            prompt=_system_prompt_of(config, source),
+            prompt=prompt,
         )
         if parts is not None and (problem := unknown_parts(source.rewards, parts)):
             note += f". WARNING: {problem}"
@@ -139,6 +140,7 @@ async def _try_source(
             chat=chat,
             speak=partial(_spoken_ids, chat, thinking=source.thinking),
             budget=budget(config, source),
+            prompt=prompt,
         )
     return notes
 
@@ -165,9 +167,9 @@ def environment_spec(config: Config, source: SourceConfig) -> Program | McpServe
     common: dict[str, Any] = {
         "folder": Path(environment.folder) if environment.folder else None,
         "env": environment.env,
-        "deadlines": Deadlines(
-            open_s=environment.open_s, reply_s=environment.reply_s, verdict_s=environment.verdict_s
-        ),
+        "open_s": environment.open_s,
+        "reply_s": environment.reply_s,
+        "verdict_s": environment.verdict_s,
     }
     readable = tuple(map(Path, environment.readable))
     try:
@@ -230,6 +232,7 @@ def episode_runner(
                 most=agents.max_rewrites,
                 summary_tokens=agents.summary_tokens,
             ),
+            system_prompt=_system_prompt_of(config, source),
             program=_agent_program(config, source),
             crash_is_failure=_CRASHES[source.environment.on_crash],
         )
@@ -266,16 +269,16 @@ def environment_factory(
     """Return a function that creates the environment for an episode. `starting` limits how many
     environments start at the same time. Cleanup functions are appended to `closing`. If `closing`
     is None, episodes aren't forked."""
-    spec, prompt = environment_spec(config, source), _system_prompt_of(config, source)
+    spec = environment_spec(config, source)
     if spec is None:
-        return lambda: WithSystemPrompt(NoEnvironment(), prompt)
+        return NoEnvironment
     if not isinstance(spec, Program):
-        return lambda: WithSystemPrompt(McpEpisode(spec, starting=starting), prompt)
+        return partial(McpEpisode, spec, starting=starting)
     server = None
     if closing is not None:
         server = ForkServer(spec)
         closing.append(server.close)
-    return lambda: WithSystemPrompt(Hosted(spec, starting=starting, fork_server=server), prompt)
+    return partial(Hosted, spec, starting=starting, fork_server=server)
 
 
 def _system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:

@@ -32,8 +32,6 @@ from keel.agents.types import (
     NodeLost,
     Opening,
     ToolResult,
-    Transcript,
-    Unscored,
 )
 from keel.configs.schema import Config
 from keel.model import ray_timeouts
@@ -408,8 +406,8 @@ class _RemoteEnvironment:
     async def reply(self, turn: Message) -> Message | None:
         return await self._call("act", "reply", turn)
 
-    async def verdict(self, transcript: Transcript) -> Verdict | Unscored:
-        return await self._call("act", "verdict", transcript)
+    async def verdict(self, messages: Sequence[Message], finish_reason: str) -> Verdict | str:
+        return await self._call("act", "verdict", messages, finish_reason)
 
     async def close(self) -> None:
         with suppress(NodeLost):

@@ -26,7 +26,7 @@ from keel.agents.env_process.process import (
     launch,
 )
 from keel.agents.episode import Episode
-from keel.agents.types import EnvironmentLost, Unscored
+from keel.agents.types import EnvironmentLost
 from keel.rl.turns import Message
 from keel.rl.types import ENVIRONMENT, PROGRAM, FinishReason, Prompt, Segment, Trajectory, Verdict
 
@@ -44,7 +44,6 @@ class AgentProgram(ProcessSettings):
     command: Sequence[str]
     """The command line. `{prompt}` is replaced by the last user message, and `{prompt_file}` by the
     path of a file that contains it."""
-    open_s: float = 60.0
     python: str = sys.executable
     memory_mib: int | None = None
     tells_reward: bool = False
@@ -71,7 +70,7 @@ def resolve_command(program: str, *, python: str, folder: Path) -> list[str]:
     """Resolve a recipe's `program` to a command line. Commands are looked up in `folder`, next to
     `python` and on the PATH. Functions are given as `module:function`."""
     if _FUNCTION.fullmatch(program):
-        return [python, str(START), "episode:call_function", program]
+        return [python, str(START), "server:call_function", program]
     first, *rest = shlex.split(program)
     scripts = Path(shutil.which(python) or python).parent
     path = os.pathsep.join([str(folder), str(scripts), os.environ.get("PATH", os.defpath)])
@@ -86,8 +85,9 @@ def resolve_command(program: str, *, python: str, folder: Path) -> list[str]:
 class _ProgramResult:
     failed: str = ""
     output: str = ""
-    verdict: Verdict | Unscored | None = None
-    """The verdict written by the program. None without one, or if `judges` is off."""
+    verdict: Verdict | str | None = None
+    """The verdict written by the program, or why it is invalid. None without one, or if `judges` is
+    off."""
     answer: str | None = None
 
     def describe(self, program: AgentProgram) -> str:
@@ -157,9 +157,7 @@ async def run_program(
     return _ProgramResult(failed=failed, output=output, verdict=verdict, answer=answer)
 
 
-def _parse_result(
-    program: AgentProgram, written: str
-) -> tuple[Verdict | Unscored | None, str | None]:
+def _parse_result(program: AgentProgram, written: str) -> tuple[Verdict | str | None, str | None]:
     try:
         fields: Any = json.loads(written)
         answer = str(fields["answer"]) if "answer" in fields else None
@@ -167,7 +165,7 @@ def _parse_result(
         return verdict_of(fields) if is_judged else None, answer
     except (ValueError, TypeError, RecursionError) as error:
         reason = f"it wrote no verdict to KEEL_VERDICT but {written[:200]!r}: {error}"
-        return Unscored(reason=reason) if program.judges else None, None
+        return reason if program.judges else None, None
 
 
 @dataclass(kw_only=True)
@@ -185,7 +183,7 @@ class DrivenEpisode(Episode):
     recorder: TrajectoryRecorder | None = None
 
     async def _run(self) -> Trajectory | str:
-        opening = await self.environment.open(self.task, seed=self.environment_seed)
+        opening = await self._open()
         specs = tuple(tool.as_json() for tool in opening.tools)
         task = replace(self.task, messages=opening.messages, tools=specs or self.task.tools)
         tools = McpTools(self.environment, opening.tools, budget=self.budget)
@@ -227,8 +225,7 @@ class DrivenEpisode(Episode):
             reason = f"{ended.describe(self.program)}{refusal}"
             if recorder.last_failure or self.program.drop_failures:
                 return reason
-            verdict = Verdict(parts={"correct": 0.0}, facts={"crash": reason})
-            return self._trajectory("crash", verdict)
+            return self._crashed(reason)
         graded = await self._graded(recorder.finish_reason)
         return graded if isinstance(graded, str) else self._with_program_verdict(graded, ended)
 
@@ -252,8 +249,8 @@ class DrivenEpisode(Episode):
         self, trajectory: Trajectory, ended: _ProgramResult
     ) -> Trajectory | str:
         verdict = trajectory.verdict or Verdict(parts={})
-        if isinstance(ended.verdict, Unscored):
-            return f"agent program {self.program.name}: {ended.verdict.reason}"
+        if isinstance(ended.verdict, str):
+            return f"agent program {self.program.name}: {ended.verdict}"
         if ended.verdict is not None:
             parts = {**ended.verdict.parts, **verdict.parts}
             verdict = Verdict(parts=parts, facts={**ended.verdict.facts, **verdict.facts})

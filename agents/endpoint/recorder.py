@@ -8,10 +8,9 @@ compared by keys that ignore such differences."""
 import asyncio
 import json
 import secrets
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import accumulate, count, islice, takewhile
 from time import monotonic
@@ -29,7 +28,7 @@ from keel.agents.endpoint.requests import (
     replace_surrogates,
 )
 from keel.agents.episode import CHARACTERS_PER_TOKEN, Budget, add_turn
-from keel.agents.schemas import ArgumentValidator, argument_validator
+from keel.agents.schemas import ArgumentValidator
 from keel.rl.turns import (
     USER_ROLES,
     Chat,
@@ -39,6 +38,7 @@ from keel.rl.turns import (
     ToolSpec,
     TurnRequest,
     TurnResult,
+    seed_of,
 )
 from keel.rl.types import PROGRAM, Dialogue, FinishReason, Segment, Usage
 
@@ -68,14 +68,11 @@ class TrajectoryRecorder:
         """Create a recorder. `is_over` returns True once the environment has ended the task. No
         more turns are sampled after that."""
         self.name = name
-        self.counts = Counter[str]()
-        """Number of requests that were `extended`, `branched`, `rendered` or `refused`."""
         self._prompt_id, self._chat, self._sample = prompt_id, chat, sample
         self._thinking, self._seed, self._budget = thinking, seed, budget
         self._is_over = is_over
         self._records: list[SegmentRecord] = []
         self.index = _TurnIndex(chat, thinking=thinking)
-        self._validators = {_key_of_tools(()): ArgumentValidator(())}
         self._draws: dict[str, set[int]] = {}
         """Sample numbers in use for each context. Samples from the same context get different
         numbers and therefore different seeds."""
@@ -117,7 +114,7 @@ class TrajectoryRecorder:
             self.last_failure = error.message
         else:
             self.last_refusal = error.message
-            self.counts["refused"] += 1
+            self._usage = self._usage.plus(contexts_refused=1)
 
     async def overdue(self, open_s: float) -> str:
         """Wait until the program misses a deadline, and return a description of what took too long.
@@ -155,14 +152,7 @@ class TrajectoryRecorder:
     @property
     def usage(self) -> Usage:
         idle_s = 0.0 if self._idle_since is None else monotonic() - self._idle_since
-        return replace(
-            self._usage,
-            tools_s=self._usage.tools_s + idle_s,
-            contexts_extended=self.counts["extended"],
-            contexts_branched=self.counts["branched"],
-            contexts_rendered=self.counts["rendered"],
-            contexts_refused=self.counts["refused"],
-        )
+        return self._usage.plus(tools_s=idle_s)
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -171,40 +161,38 @@ class TrajectoryRecorder:
 
     async def _turn(self, request: ChatRequest) -> Reply:
         self._check_open()
-        keys, tools_key = _prefix_keys(request.messages), _key_of_tools(request.tools)
+        keys = _prefix_keys(request.messages)
         if (characters := request.characters) > self._budget.characters:
             tokens = max(characters // CHARACTERS_PER_TOKEN, self._budget.window)
             raise budget_error(self._budget, "window", tokens)
-        if (arguments := self._validators.get(tools_key)) is None:
-            tools = json.dumps([tool.as_json() for tool in request.tools], ensure_ascii=False)
-            if len(tools.encode()) > _MAX_TOOLS_KIB << 10:
-                raise invalid_field("tools", f"must have at most {_MAX_TOOLS_KIB} KiB")
-            try:  # in a thread, because large schemas take seconds
-                arguments = await asyncio.to_thread(argument_validator, request.tools)
-            except ValueError as error:
-                raise invalid_field("tools", str(error)) from error
+        specs = [tool.as_json() for tool in request.tools]
+        tools = json.dumps(specs, ensure_ascii=False, sort_keys=True)
+        if len(tools.encode()) > _MAX_TOOLS_KIB << 10:
+            raise invalid_field("tools", f"must have at most {_MAX_TOOLS_KIB} KiB")
+        try:  # in a thread, because large schemas take seconds the first time
+            arguments = await asyncio.to_thread(ArgumentValidator, request.tools)
+        except ValueError as error:
+            raise invalid_field("tools", str(error)) from error
+        tools_key = _hash(tools)
         before, ids = self.index.find_context(request, keys, tools_key, self._growing)
         limit = await self._admit(len(ids), request.limit)
         # No await between here and the sampling, so no other turn extends the same record.
-        record, how = SegmentRecord(self._prompt_id, ids), "branched" if before else "rendered"
-        if (
-            before is not None
-            and before.end == len(before.record.ids)
-            and before.record not in self._growing
-        ):
-            record, how = before.record, "extended"
-        repeated = _common_prefix(ids, self._records) if before is None else before.end - 1
+        if before is None:
+            record, how = SegmentRecord(self._prompt_id, ids), "contexts_rendered"
+            repeated = _common_prefix(ids, self._records)
+        else:
+            record, how, repeated = before.record, "contexts_extended", before.end - 1
+            if before.end < len(record.ids) or record in self._growing:
+                record, how = SegmentRecord(self._prompt_id, ids), "contexts_branched"
         self._growing.add(record)
         try:
             result = await self._sample_into(record, ids, limit)
         finally:
             self._growing.discard(record)
-        self._validators[tools_key] = arguments
         if before is not None:
             before.extended = True
-        if how != "extended":
+        if how != "contexts_extended":
             self._records.append(record)
-        self.counts[how] += 1
         parsed = self._chat.parse(
             result.token_ids_R.tolist(),
             request.tools,
@@ -220,7 +208,8 @@ class TrajectoryRecorder:
         turn = _Turn(record, len(record.ids), tools_key, message, in_thinking=parsed.in_thinking)
         verbatim = len(message.get("tool_calls", ())) == len(parsed.calls)
         self.index.add(request, keys, turn, verbatim=verbatim)
-        self._usage = add_turn(self._usage, result, repeated=repeated)
+        usage = add_turn(self._usage, result, repeated=repeated)
+        self._usage = usage.plus(**{how: 1})
         if message.get("tool_calls"):
             self._count_calls(parsed, arguments)
         return Reply(
@@ -237,10 +226,9 @@ class TrajectoryRecorder:
         have reserved the rest of the budget."""
         while True:
             self._check_open()
-            usage = self.usage
             sampled = sum(record.sampled_tokens for record in self._records)
             limit, room = self._budget.turn_limit(
-                replace(usage, turns=usage.turns + len(self._sampling)),
+                self.usage.plus(turns=len(self._sampling)),
                 context=context,
                 sampled=sampled + sum(self._sampling.values()),
             )
@@ -256,16 +244,14 @@ class TrajectoryRecorder:
         context_key = blake2b(context_T.tobytes(), digest_size=16).hexdigest()
         draws = self._draws.setdefault(context_key, set())
         draw = next(n for n in count() if n not in draws)
-        key = f"{self._seed}/{context_key}/{draw}".encode()
-        request = replace(
-            record.request(
-                self.name,
-                max_tokens=limit,
-                seed=int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1,
-                timeout_s=self._budget.remaining_s(self.usage),
-                stop_ids=self._chat.stop_ids,
-            ),
+        request = TurnRequest(
+            conversation=self.name,
             token_ids_T=context_T,
+            max_tokens=limit,
+            seed=seed_of(self._seed, context_key, draw),
+            timeout_s=self._budget.remaining_s(self.usage),
+            routes_from=record.routed_tokens,
+            stop_ids=self._chat.stop_ids,
         )
         task = asyncio.ensure_future(self._sample(request))
         self._sampling[task] = limit
@@ -277,8 +263,7 @@ class TrajectoryRecorder:
             result = await task
         except asyncio.CancelledError as error:
             # A client that cancels every turn must time out all the same.
-            spent_s = self._usage.sampling_s + monotonic() - began
-            self._usage = replace(self._usage, sampling_s=spent_s)
+            self._usage = self._usage.plus(sampling_s=monotonic() - began)
             if self._closed:
                 raise _trajectory_over() from error
             raise
@@ -304,11 +289,8 @@ class TrajectoryRecorder:
         valid = [call for call in parsed.calls if not isinstance(call, Malformed)]
         malformed = len(parsed.calls) - len(valid)
         invalid = sum(bool(arguments.explain_error(call)) for call in valid)
-        self._usage = replace(
-            self._usage,
-            calls=self._usage.calls + len(parsed.calls),
-            failed_calls=self._usage.failed_calls + invalid + malformed,
-            malformed_calls=self._usage.malformed_calls + malformed,
+        self._usage = self._usage.plus(
+            calls=len(parsed.calls), failed_calls=invalid + malformed, malformed_calls=malformed
         )
 
     def _check_open(self) -> None:
@@ -495,10 +477,6 @@ def _extend_key(key: str, message: Message) -> str:
         message.get("tool_call_id"),
     ]
     return _hash(key + json.dumps(identity, sort_keys=True))
-
-
-def _key_of_tools(tools: Sequence[ToolSpec]) -> str:
-    return _hash(json.dumps([tool.as_json() for tool in tools], sort_keys=True))
 
 
 def _floats_to_integers(value: Any) -> Any:

@@ -273,14 +273,8 @@ def load_object(body: bytes) -> dict[str, Any]:
 
 def replace_surrogates(value: Any) -> Any:
     """Replace unpaired surrogates, which JSON allows but tokenizers reject."""
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, dict):
-        items = cast(dict[str, Any], value).items()
-        return {replace_surrogates(key): replace_surrogates(item) for key, item in items}
-    if isinstance(value, list):
-        return [replace_surrogates(item) for item in cast(list[Any], value)]
-    return value
+    text = json.dumps(value, ensure_ascii=False)
+    return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
 MODEL = "policy"

@@ -151,9 +151,9 @@ class Endpoint:
         return recorder
 
     def _accept(self) -> web.RequestHandler:
-        """Create the handler of a new connection. If too many are open, close the one that has been
-        open for longest of those without a request, or else the newest of the trajectory with the
-        most."""
+        """Create the handler for a new connection. If too many connections are open, close one
+        first: the oldest idle one or, if none is idle, the newest one of the trajectory that has
+        the most."""
         assert self._runner is not None and self._runner.server is not None
         server = self._runner.server
         connections = [one for one in server.connections if one.transport is not None]

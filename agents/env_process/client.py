@@ -13,7 +13,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -34,8 +34,8 @@ from keel.agents.env_process.process import (
     open_channel,
     with_deadline,
 )
-from keel.agents.schemas import ArgumentValidator, argument_validator
-from keel.agents.types import EnvironmentLost, Fault, Opening, ToolResult, Transcript, Unscored
+from keel.agents.schemas import ArgumentValidator
+from keel.agents.types import EnvironmentLost, Fault, Opening, ToolResult
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rl.types import Prompt, Verdict
 
@@ -45,8 +45,6 @@ _TIMEOUT_KNOBS = {
     "reply": "environment.reply_s",
     "verdict": "environment.verdict_s",
 }
-_MAX_S = 1e9
-"""The time limit that is sent instead of infinity, which JSON cannot represent."""
 
 
 class Hosted:
@@ -87,11 +85,11 @@ class Hosted:
         }
         async with self._starting or nullcontext():
             await self._start()
-            reply = await self._ask("open", request, program.deadlines.open_s)
+            reply = await self._ask("open", request, program.open_s)
         try:
             opening = _parsed(_OpeningReply, reply)
             specs = tuple(ToolSpec(**dict(tool)) for tool in opening.tools)
-            self._arguments = argument_validator(specs)
+            self._arguments = ArgumentValidator(specs)
         except ValueError as error:
             raise await self._fail("start", "open", f"{program.target}: {error}") from error
         self.grades = opening.grades
@@ -106,7 +104,7 @@ class Hosted:
             self._process = await self._fork_server.fork()
         if self._process is None:
             self._process = await launch(
-                [program.python, str(START), "episode:serve_channel"],
+                [program.python, str(START), "server:serve_channel"],
                 program,
                 env=BASE_ENV,
                 readable=program.needed,
@@ -121,7 +119,7 @@ class Hosted:
             "do": "call",
             "name": call.name,
             "arguments": dict(call.arguments),
-            "call_s": min(timeout_s, _MAX_S),
+            "call_s": timeout_s,
         }
         try:
             reply = await self._ask("call", request, timeout_s, name=f"call of {call.name}")
@@ -136,7 +134,7 @@ class Hosted:
 
     async def reply(self, turn: Message) -> Message | None:
         request = {"do": "reply", "turn": dict(turn)}
-        reply = await self._ask("reply", request, self._program.deadlines.reply_s)
+        reply = await self._ask("reply", request, self._program.reply_s)
         message = reply.get("message")
         try:
             if message is not None:
@@ -145,26 +143,28 @@ class Hosted:
             raise await self._fail("garbage", "reply", str(error)) from error
         return message
 
-    async def verdict(self, transcript: Transcript) -> Verdict | Unscored:
+    async def verdict(self, messages: Sequence[Message], finish_reason: str) -> Verdict | str:
         request = {
             "do": "verdict",
-            "messages": [dict(message) for message in transcript.messages],
-            "finish_reason": transcript.finish_reason,
+            "messages": [dict(message) for message in messages],
+            "finish_reason": finish_reason,
         }
         try:
-            reply = await self._ask("verdict", request, self._program.deadlines.verdict_s)
+            reply = await self._ask("verdict", request, self._program.verdict_s)
             return verdict_of(reply)
         except EnvironmentLost as error:
-            return Unscored(reason=str(error), fault=error.fault)
+            if error.fault != "raised":
+                raise
+            return str(error)
         except ValueError as error:
-            return Unscored(reason=str(error))
+            return str(error)
 
     async def close(self) -> None:
         self._closed = True
         try:
             if self._process is not None and self._lost is None:
                 with suppress(EnvironmentLost):
-                    await self._ask("close", {"do": "close"}, self._program.deadlines.close_s)
+                    await self._ask("close", {"do": "close"}, self._program.close_s)
         finally:
             if self._process is not None:
                 await self._process.end()
@@ -270,7 +270,7 @@ def _fault_of(reply: Mapping[str, Any]) -> tuple[Fault, str] | None:
 
 class ForkServer:
     """Forks a process for each episode of a program. Use it from a single event loop. The server
-    process starts at the first fork and is restarted if it dies. `deadlines.open_s` is the time
+    process starts at the first fork and is restarted if it dies. `open_s` is the time
     limit for the import and for each fork."""
 
     def __init__(self, program: Program) -> None:
@@ -348,7 +348,7 @@ class ForkServer:
     async def _check_isolation(self, process: ChildProcess, sandbox: EnvSandbox) -> None:
         try:
             attempt = await self._fork(process, run=sandbox.probe)
-            ending = await attempt.end(within_s=self._program.deadlines.open_s)
+            ending = await attempt.end(within_s=self._program.open_s)
         except (EnvironmentLost, OSError) as error:
             reason = f"a sandbox for a forked process does not work here: {error}"
             raise _CannotFork(reason) from error
@@ -403,7 +403,6 @@ class ForkServer:
             pidfd=fds[0],
             status=status,
             scratch=scratch,
-            sandbox="" if limit is None else "inside",
             limit=limit,
         )
 
@@ -421,7 +420,7 @@ class ForkServer:
         *fds: int,
         timeout_s: float | None = None,
     ) -> tuple[dict[str, Any], list[int]]:
-        limit_s = timeout_s or self._program.deadlines.open_s
+        limit_s = timeout_s or self._program.open_s
         async with self._asking:
             try:
                 socket.send_fds(server.channel, [json.dumps(request).encode()], fds)

@@ -39,24 +39,13 @@ _LimitCheck = Callable[[], str]
 exceeded none."""
 
 
-class LaunchedSandbox(Protocol):
-    """A command line that starts a sandbox. `env` overrides any inherited environment variables."""
-
-    @property
-    def command(self) -> Sequence[str]: ...
-
-    @property
-    def pass_fds(self) -> Sequence[int]: ...
-
-    @property
-    def env(self) -> Mapping[str, str]: ...
-
-
 class EnvSandbox(Protocol):
     """Interface for the sandboxes that environments run in. A sandboxed process can read only
     system files, its own program and the paths in `readable`.
 
-    `forks` starts a sandbox for a process that forks children and isolates them from each other.
+    Calling it yields the command line that starts a sandbox, environment variables that override
+    inherited ones, and file descriptors to pass. `forks` starts a sandbox for a process that forks
+    children and isolates them from each other.
     `inner` holds the settings that the fork server needs to isolate children, or None if this
     machine doesn't support it. `probe` is Python code that tries to escape and prints `isolated` if
     it can't. `hold` monitors a sandbox's memory, given its outer process. If `inside` is set, it
@@ -71,7 +60,7 @@ class EnvSandbox(Protocol):
 
     def __call__(
         self, command: Sequence[str], *, readable: Sequence[Path], forks: bool = False
-    ) -> AbstractContextManager[LaunchedSandbox]: ...
+    ) -> AbstractContextManager[tuple[Sequence[str], Mapping[str, str], Sequence[int]]]: ...
 
     def hold(self, pid: int, *, inside: bool) -> _LimitCheck: ...
 
@@ -80,9 +69,8 @@ class ChildProcess:
     """An episode's process, with its message channel and the tail of its standard error. Use it
     from a single event loop, for one exchange at a time. `status` reaps the process, so it is
     called only after all descendants are dead. Otherwise, the PID could be reused too early.
-    `sandbox` is `outer` for the outer process of a sandbox, which exits last, or `inside` for the
-    first process in a PID namespace, whose exit kills all the others. `scratch` is a folder to
-    remove at the end."""
+    `exits_last` is set for the outer process of a sandbox, which is never killed itself, because it
+    reports how the process inside ended. `scratch` is a folder to remove at the end."""
 
     def __init__(
         self,
@@ -93,11 +81,11 @@ class ChildProcess:
         pidfd: int,
         status: Callable[[], Awaitable[int | None]],
         scratch: str = "",
-        sandbox: Literal["", "outer", "inside"] = "",
+        exits_last: bool = False,
         limit: _LimitCheck | None = None,
     ) -> None:
         self.pid, self.channel, self.limit, self.scratch = pid, channel, limit, scratch
-        self._pidfd, self._status, self._sandbox = pidfd, status, sandbox
+        self._pidfd, self._status, self._exits_last = pidfd, status, exits_last
         self._output = _OutputTail(stderr)
         self._close: Callable[[], None] = channel.close
         self._end: asyncio.Task[str] | None = None
@@ -193,19 +181,17 @@ class ChildProcess:
             signal.pidfd_send_signal(self._pidfd, 0)
         except ProcessLookupError:  # reaped by a parent that has exited; so are its children
             return
-        if self._sandbox != "inside":
-            for child in descendants(self.pid):
-                _kill(os.kill, child)
-        if not self._sandbox:
+        for child in descendants(self.pid):
+            _kill(os.kill, child)
+        if not self._exits_last:
             _kill(os.killpg, self.pid)
-        if self._sandbox != "outer":
             _kill(signal.pidfd_send_signal, self._pidfd)
 
     async def _reap(self) -> int | None:
         deadline = time.monotonic() + REAP_S
         while not (gone := await self._gone(0.05)) and time.monotonic() < deadline:
             self._kill()  # a sandbox that was still starting
-        if self._sandbox == "outer":
+        if self._exits_last:
             _kill(os.killpg, self.pid)
         try:
             status = await self._status() if gone else None
@@ -238,10 +224,10 @@ def encode_line(message: Mapping[str, Any]) -> bytes:
         raise ValueError(f"not valid JSON: {error}") from error
 
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
-async def with_deadline(timeout_s: float, work: Coroutine[Any, Any, Result]) -> Result:
+async def with_deadline(timeout_s: float, work: Coroutine[Any, Any, _Result]) -> _Result:
     """Await `work` for up to `timeout_s` seconds. Unlike `asyncio.timeout`, it still returns a
     result that was ready in time, even if a busy event loop gets to it late."""
     task = asyncio.ensure_future(work)
@@ -292,6 +278,12 @@ class ProcessSettings:
     readable: Sequence[Path] = ()
     """Paths that the process may read in a sandbox, besides its folder and interpreter."""
     wrap: EnvSandbox | None = None
+    open_s: float = 60.0
+    """Time limit in seconds for the start. An agent program requests its first turn within it. The
+    next three limits are for an environment's methods, and tool calls have their own."""
+    reply_s: float = 30.0
+    verdict_s: float = 60.0
+    close_s: float = 5.0
 
     def __post_init__(self) -> None:
         if self.folder is not None and not self.folder.is_dir():
@@ -318,18 +310,19 @@ def launch(
         open_channel(kind, private=wrap is None) as (ours, theirs, stderr, write_end, scratch),
         ExitStack() as undo,
     ):
-        base = {"TMPDIR": scratch} if scratch else {}
+        sandbox = nullcontext((command, {"TMPDIR": scratch}, ()))
         try:
-            prepared = wrap(command, readable=readable, forks=forks) if wrap else nullcontext()
-            with prepared as sandbox:
+            if wrap is not None:
+                sandbox = wrap(command, readable=readable, forks=forks)
+            with sandbox as (words, base, fds):
                 process = subprocess.Popen(
-                    sandbox.command if sandbox else command,
+                    words,
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     stderr=write_end,
-                    env={**inherited, **(sandbox.env if sandbox else base), **env, **settings.env},
+                    env={**inherited, **base, **env, **settings.env},
                     cwd=settings.folder,
-                    pass_fds=sandbox.pass_fds if sandbox else (),
+                    pass_fds=fds,
                     start_new_session=True,
                 )
                 undo.callback(process.wait)
@@ -351,7 +344,7 @@ def launch(
         pidfd=pidfd,
         status=status,
         scratch=scratch,
-        sandbox="outer" if wrap else "",
+        exits_last=wrap is not None,
         limit=limit,
     )
 
@@ -404,16 +397,6 @@ BASE_ENV = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deadlines:
-    """Time limits in seconds for an environment's methods. Tool calls have separate limits."""
-
-    open_s: float = 60.0
-    reply_s: float = 30.0
-    verdict_s: float = 60.0
-    close_s: float = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Program(ProcessSettings):
     """Settings for running an environment, shared by all episodes."""
 
@@ -433,7 +416,6 @@ class Program(ProcessSettings):
     preload: bool = True
     """Import the module once and fork a process for each episode, if this is safe."""
     memory_mib: int | None = 4096
-    deadlines: Deadlines = field(default_factory=Deadlines)
 
     def __post_init__(self) -> None:
         ProcessSettings.__post_init__(self)

@@ -25,8 +25,8 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from keel.agents.env_runtime.episode import take_channel
 from keel.agents.env_runtime.processes import adopt_orphans, die_with_parent, limit_memory
+from keel.agents.env_runtime.server import take_channel
 
 _MAX_BYTES = 1 << 20
 _MAX_ENV_BYTES = 100_000

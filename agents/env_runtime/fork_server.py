@@ -37,8 +37,8 @@ import sys
 from contextlib import suppress
 from typing import Any, Optional, cast
 
-from keel.agents.env_runtime.episode import failure_of, preload, redirect_prints, serve
 from keel.agents.env_runtime.processes import adopt_orphans, limit_memory, protect_process
+from keel.agents.env_runtime.server import failure_of, preload, redirect_prints, serve
 from keel.agents.env_runtime.tool_objects import error_text
 
 _MAX_BYTES = 1 << 16

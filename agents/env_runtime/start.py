@@ -1,4 +1,4 @@
-"""Entry point of all processes, `python start.py episode:serve_channel`. It supports Python 3.9 or
+"""Entry point of all processes, `python start.py server:serve_channel`. It supports Python 3.9 or
 later.
 
 Messages are JSON lines on the original standard input and output. The environment's prints go to
@@ -19,7 +19,7 @@ standard error.
 Instead of "is", a reply may have "fault" and "why". A fault is "start" (the target is not an
 environment), "raised" (an exception in the environment's own code) or "memory".
 
-The argument names the function to run: `episode:serve_channel`, `episode:call_function` (an agent
+The argument names the function to run: `server:serve_channel`, `server:call_function` (an agent
 program that is a function), `fork_server:main` or `drive:main`.
 """
 

@@ -52,7 +52,7 @@ class Tool:
             elif isinstance(one.default, (str, int, float, bool)):
                 shape["default"] = one.default
             properties[key] = shape
-        self.spec = {
+        self.spec: dict[str, Any] = {
             "name": name,
             "description": description,
             "parameters": object_schema(properties, required),
@@ -90,9 +90,10 @@ def await_result(value: Any) -> Any:
 
 
 class Object:
-    """An environment built from functions, or from an object whose public methods become tools."""
+    """An environment whose tools are the public methods of `target`, or the given functions."""
 
-    def __init__(self, target: Any, functions: dict[str, Callable[..., Any]]) -> None:
+    def __init__(self, target: Any, functions: Any = None) -> None:
+        functions = functions or methods_of(target)
         self._target = target
         self.grades = hasattr(target, "verdict")
         for name, known in _RESERVED.items():
@@ -139,13 +140,10 @@ class Object:
         return {"role": "user", "content": text} if isinstance(text, str) else text
 
     def verdict(self, messages: list[Any], finish_reason: str) -> dict[str, Any]:
+        if not self.grades:
+            return {"parts": {}}
         result = self._call_reserved("verdict", messages=messages, finish_reason=finish_reason)
-        parts, facts = cast("Any", result if isinstance(result, tuple) else (result, {}))
-        if parts is None:
-            if hasattr(self._target, "verdict"):
-                raise TypeError("verdict returned None; return a number or a dict of numbers")
-            parts = {}
-        return {"parts": parts if isinstance(parts, dict) else {"correct": parts}, "facts": facts}
+        return verdict_fields(result)
 
     def close(self) -> None:
         self._call_reserved("close")
@@ -157,6 +155,14 @@ class Object:
         if method is None:
             return None
         return await_result(method(**bind_arguments(name, method, values)))
+
+
+def verdict_fields(result: Any) -> dict[str, Any]:
+    """Convert a verdict (a number, a dict of numbers, or a pair of either and facts) to a dict."""
+    parts, facts = cast("Any", result if isinstance(result, tuple) else (result, {}))
+    if parts is None:
+        raise TypeError("verdict returned None; return a number or a dict of numbers")
+    return {"parts": parts if isinstance(parts, dict) else {"correct": parts}, "facts": facts}
 
 
 def bind_arguments(

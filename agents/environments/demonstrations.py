@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.agents.env_runtime.games import TextGame
-from keel.agents.env_runtime.tool_objects import Object, methods_of
+from keel.agents.env_runtime.tool_objects import Object
 from keel.agents.environments.textarena_game import Game
 from keel.agents.environments.trip.environment import Calls, Trip, make_task, solve
 from keel.agents.environments.trip.tasks import LEVELS, TripTask, World, check_plan
@@ -40,13 +40,9 @@ def trip_demonstrations(
         world, task = make_task(number, LEVELS[level])
         wrong = _wrong_plan(world, task, random.Random(f"hasty {number}"))
         prompt_task = {"reward": {"trip": {"level": level, "seed": number}}}
-        made.append(demonstrate(_trip, prompt_task, 0, solve(task), _submit(wrong)))
+        worked, hasty = solve(task), _submit(wrong)
+        made.append(_demonstrate(lambda: Object(Trip()), prompt_task, 0, worked, hasty))
     return made
-
-
-def _trip() -> Object:
-    trip = Trip()
-    return Object(trip, methods_of(trip))
 
 
 def guess_demonstrations(
@@ -67,13 +63,13 @@ def guess_demonstrations(
             draw = random.Random(f"guess {seed} {number}")
             game_seed = draw.randrange(1 << 31)
             worked, hasty = _bisect(low, high), _draw_numbers(low, high, draw)
-            made.append(demonstrate(game, {}, game_seed, worked, hasty))
+            made.append(_demonstrate(game, {}, game_seed, worked, hasty))
     finally:
         random.setstate(before)
     return made
 
 
-def demonstrate(
+def _demonstrate(
     environment: Callable[[], Any], task: Mapping[str, Any], seed: int, worked: Calls, hasty: Calls
 ) -> Demonstration:
     """Run the careful and the hasty script, each in a new environment."""

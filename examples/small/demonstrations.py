@@ -2,7 +2,7 @@
 for cold starts and `keel sft`.
 
 prices      a `keel synthesize` environment: look up prices, or find the cheaper item
-towers      a corpus about buildings and their builders, with a question per document
+towers      a corpus with one document per tower, and questions about who built it
 pace        a git repository in which each commit changes a number, and an issue asks for the change
 programs    programs that read a number and print the result of an operation, with hidden tests
 
@@ -224,8 +224,8 @@ def write_towers(folder: Path, count: int, seed: int) -> None:
 def tower_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Generate conversations that find out who built a tower, plus hasty ones that make up a
-    name."""
+    """Generate demonstrations in which the agent looks up who built a tower, plus hasty ones in
+    which it guesses a name."""
     options = {key: arguments[key] for key in ("results", "cite") if key in arguments}
     made: list[Demonstration] = []
     for draw in _draws("towers", count, seed):
@@ -416,8 +416,8 @@ _SUM = "State the final answer to the following arithmetic problem: {sum} ="
 def sum_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Generate conversations that solve chain_sum from reasoning_gym using an interpreter, plus
-    hasty ones that leave out the last number."""
+    """Generate demonstrations in which the agent solves chain_sum from reasoning_gym with an
+    interpreter, plus hasty ones in which it leaves out the last number."""
     specs = [one for one in _specs(object.__new__(Interpreter)) if one["name"] == "python"]
     made: list[Demonstration] = []
     for draw in _draws("sums", count, seed):

@@ -55,15 +55,6 @@ _CURE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _SandboxLaunch:
-    """A command line that starts a sandbox. Implements `LaunchedSandbox` from `keel.agents`."""
-
-    command: Sequence[str]
-    pass_fds: Sequence[int]
-    env: Mapping[str, str]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSandbox:
     """Creates sandboxes for environments. Construct it with `environment_wrap`."""
@@ -113,10 +104,11 @@ class EnvironmentSandbox:
     @contextmanager
     def __call__(
         self, command: Sequence[str], *, readable: Sequence[Path], forks: bool = False
-    ) -> Generator[_SandboxLaunch]:
-        """Prepare a sandbox for a command line. Set `forks` for a process that forks children and
-        isolates them using `inner`. Raises FileNotFoundError if the program doesn't exist, and
-        PermissionError if the user inside the sandbox can't read or write a folder."""
+    ) -> Generator[tuple[Sequence[str], Mapping[str, str], Sequence[int]]]:
+        """Prepare a sandbox for a command line. Yields the command line that starts it, its
+        environment variables and the file descriptors to pass. Set `forks` for a process that forks
+        children and isolates them using `inner`. Raises FileNotFoundError if the program doesn't
+        exist, and PermissionError if the user inside the sandbox can't read or write a folder."""
         root = os.geteuid() == 0
         host = self.network == "host"
         program = find_runtime(command[0])
@@ -170,7 +162,7 @@ class EnvironmentSandbox:
                 "USER": "sandbox",
                 "PATH": f"{Path(program.executable).parent}:/usr/local/bin:/usr/bin:/bin",
             }
-            yield _SandboxLaunch(words, (fd,), env)
+            yield words, env, (fd,)
 
     def _mount_folders(self, readable: Sequence[Path], root: bool) -> list[str]:
         """Return the bubblewrap arguments that mount the readable and writable folders and cover
@@ -259,11 +251,12 @@ def _others_have_mode(path: Path, mode: int) -> bool:
 
 def _probe_problem(sandbox: EnvironmentSandbox) -> str:
     try:
-        with sandbox((sys.executable, "-I", "-S", "-c", sandbox.probe), readable=()) as launch:
+        command = (sys.executable, "-I", "-S", "-c", sandbox.probe)
+        with sandbox(command, readable=()) as (words, env, fds):
             done = subprocess.run(
-                launch.command,
-                env=launch.env,
-                pass_fds=launch.pass_fds,
+                words,
+                env=env,
+                pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 timeout=_PROBE_TIMEOUT_S,

@@ -22,7 +22,6 @@ from typing import Any, Self
 
 from keel.agents.env_process.client import Hosted
 from keel.agents.environments.code.languages import REPO, matches_pattern
-from keel.agents.types import Transcript, Unscored
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import CodeTasksConfig
 from keel.rl.turns import ToolCall
@@ -92,7 +91,7 @@ class CodePipeline:
         instance = instance_of(candidate, built, config.tests_s)
         async with self._sandboxes.workshop(instance, candidate) as hosted:
             outcomes = await self._measured(hosted)
-        marks = await judge(candidate, self._author, config.least_judged) if config.judge else {}
+        marks = await _judge(candidate, self._author, config.least_judged) if config.judge else {}
         instance |= {"f2p": outcomes.f2p, "p2p": outcomes.p2p, "canary": outcomes.canary}
         if not outcomes.inside:  # a fixture of the file interferes
             instance["canary_at"] = []
@@ -155,9 +154,9 @@ class CodePipeline:
                     raise Rejected(
                         "verdict", f"the gold patch cannot be applied: {reply.text[:200]}"
                     )
-            judged = await hosted.verdict(Transcript(messages=(), finish_reason="stop"))
-        if isinstance(judged, Unscored):
-            raise Rejected("verdict", judged.reason[:300])
+            judged = await hosted.verdict((), "stop")
+        if isinstance(judged, str):
+            raise Rejected("verdict", judged[:300])
         if judged.parts["correct"] != 1.0:
             raise Rejected("verdict", f"the gold patch scores 0: {dict(judged.facts)}")
 
@@ -323,7 +322,7 @@ def _check_leaks(candidate: Candidate, built: Prefix, prefix: Path, most: float)
             raise Rejected("future", f"the installed file {name} has the change")
 
 
-async def judge(candidate: Candidate, author: Author, least: int) -> dict[str, int]:
+async def _judge(candidate: Candidate, author: Author, least: int) -> dict[str, int]:
     text = _QUESTION.format(
         issue=candidate.issue,
         gold=candidate.patch(candidate.gold)[:_MAX_PATCH],

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.process import Deadlines, Program
+from keel.agents.env_process.process import Program
 from keel.agents.environments.code.environment import find_packages, normalize_name
 from keel.agents.environments.code.languages import matches_pattern
 from keel.agents.environments.code.tree import (
@@ -159,7 +159,8 @@ class CodeSandboxes:
             arguments={"folder": str(self.folder)},
             readable=readable,
             memory_mib=self._config.memory_mib,
-            deadlines=Deadlines(open_s=_OPEN_S, verdict_s=self._config.tests_s + AROUND_S),
+            open_s=_OPEN_S,
+            verdict_s=self._config.tests_s + AROUND_S,
             wrap=wrap,
             preload=False,
         )

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from keel.agents.environments.general.author_code import MODULES
-from keel.agents.types import EnvironmentLost, ToolResult, Transcript, Unscored
+from keel.agents.types import EnvironmentLost, ToolResult
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import GeneralConfig, slug
 from keel.rl.turns import Message, ToolCall, seed_of
+from keel.rl.types import Verdict
 from keel.synthesis.author import Author, AuthorReply, gather_or_cancel, run_tool_loop
 from keel.synthesis.general.sandboxes import SLACK_S, GeneralSandboxes, reject_crashes
 from keel.synthesis.ledger import Rejected
@@ -328,13 +329,12 @@ class _EnvironmentWriter:
                         most_turns=config.max_turns,
                         purpose="attempt",
                     )
-                    transcript = Transcript(messages=worked.messages, finish_reason="stop")
-                    verdict = await hosted.verdict(transcript)
+                    verdict = await hosted.verdict(worked.messages, "stop")
             except EnvironmentLost as error:
                 if error.during == "parent":
                     raise
                 return False  # because of its calls
-            return not isinstance(verdict, Unscored) and verdict.parts["correct"] == 1.0
+            return isinstance(verdict, Verdict) and verdict.parts["correct"] == 1.0
 
         passed = sum(await gather_or_cancel(*(passes() for _ in range(config.attempts))))
         if config.attempts and self._passed and passed >= self._passed[-1]:

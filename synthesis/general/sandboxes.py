@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from keel.agents.env_process.client import ForkServer, Hosted
-from keel.agents.env_process.process import Deadlines, EnvSandbox, Program
+from keel.agents.env_process.process import EnvSandbox, Program
 from keel.agents.environments.general.workshop import MAX_SOLUTIONS, MAX_VERDICTS
 from keel.agents.schemas import ArgumentValidator
 from keel.agents.types import EnvironmentLost, Opening
@@ -17,9 +17,8 @@ from keel.configs.schema import ConfigError
 from keel.configs.synthesis import GeneralConfig
 from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import Network, environment_wrap
-from keel.rl.turns import ToolCall
+from keel.rl.turns import ToolCall, ToolSpec
 from keel.rl.types import Prompt
-from keel.synthesis.author import tool_spec_of
 from keel.synthesis.ledger import Rejected
 
 _WORKSHOP = "workshop:Workshop"
@@ -58,9 +57,8 @@ class GeneralSandboxes:
             folder=self.making,
             readable=readable,
             memory_mib=_MEMORY_MIB,
-            deadlines=Deadlines(
-                open_s=self.config.call_s + SLACK_S, verdict_s=self.config.verify_s + SLACK_S
-            ),
+            open_s=self.config.call_s + SLACK_S,
+            verdict_s=self.config.verify_s + SLACK_S,
             wrap=self._wraps[network],
         )
 
@@ -133,8 +131,9 @@ class GeneralSandboxes:
             "typed", environment, "describe", within_s=self.config.call_s
         )
         try:
-            ArgumentValidator([tool_spec_of(spec) for spec in specs.values()])
-            _ = [spec["returns"] for spec in specs.values()]
+            schemas = [{**spec} for spec in specs.values()]
+            _ = [schema.pop("returns") for schema in schemas]
+            ArgumentValidator([ToolSpec(**schema) for schema in schemas])
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise Rejected("typed", f"the tools' schemas: {error}") from error
         return specs

@@ -45,7 +45,6 @@ from keel.synthesis.author import (
     gather_or_cancel,
     object_schema,
     run_tool_loop,
-    tool_spec_of,
 )
 from keel.synthesis.ledger import Rejected
 
@@ -91,7 +90,7 @@ class Workspace:
             cite=False,
         )
         at_hand = {name: Tool(name, method) for name, method in methods_of(search).items()}
-        offered = [tool_spec_of(tool.spec) for tool in at_hand.values()] if tools else []
+        offered = [ToolSpec(**tool.spec) for tool in at_hand.values()] if tools else []
         refused: list[Rejected] = []
 
         async def call(one: ToolCall) -> ToolResult:

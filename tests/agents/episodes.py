@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.process import Deadlines, Program
-from keel.agents.types import ToolResult, Transcript
+from keel.agents.env_process.process import Program
+from keel.agents.types import ToolResult
 from keel.rl.turns import ToolCall
 from keel.rl.types import Prompt
 from tests.waiting import PATIENCE_S
 
 HERE = Path(__file__).parent
 TASK = Prompt(prompt_id="p7", domain="shop", messages=({"role": "user", "content": "Shop."},))
-PATIENT = Deadlines(open_s=PATIENCE_S, reply_s=PATIENCE_S, verdict_s=PATIENCE_S, close_s=PATIENCE_S)
+PATIENT = dict.fromkeys(("open_s", "reply_s", "verdict_s", "close_s"), PATIENCE_S)
 
 
 def program(target: str = "shop:Shop", **settings: Any) -> Program:
-    return Program(**{"target": target, "folder": HERE, "deadlines": PATIENT, **settings})
+    return Program(**{"target": target, "folder": HERE, **PATIENT, **settings})
 
 
 @asynccontextmanager
@@ -45,10 +45,6 @@ async def use(
 ) -> ToolResult:
     call = ToolCall(call_id="c1", name=name, arguments=arguments)
     return await environment.call(call, timeout_s=within_s)
-
-
-def transcript(*messages: dict[str, Any], finish_reason: str = "stop") -> Transcript:
-    return Transcript(messages=messages, finish_reason=finish_reason)
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:

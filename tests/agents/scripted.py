@@ -15,8 +15,6 @@ from keel.agents.types import (
     EnvironmentLost,
     Opening,
     ToolResult,
-    Transcript,
-    Unscored,
 )
 from keel.rl.turns import Message, ToolCall, ToolSpec, TurnRequest, TurnResult
 from keel.rl.types import Prompt, Recordings, SamplingMasks, Trajectory, Verdict
@@ -135,7 +133,7 @@ class Sums:
     fails: str = ""
     """Phase in which it is lost."""
     hangs: str = ""
-    grade: Verdict | Unscored | None = None
+    grade: Verdict | str | None = None
     words: int = 0
     """Words appended to each result."""
 
@@ -157,9 +155,9 @@ class Sums:
             return None
         return {"role": "user", "content": self.replies[count - 1]}
 
-    async def verdict(self, transcript: Transcript) -> Verdict | Unscored:
-        await self._at(f"verdict {transcript.finish_reason}", "verdict")
-        right = str(transcript.messages[-1]["content"]).strip() == "42"
+    async def verdict(self, messages: Sequence[Message], finish_reason: str) -> Verdict | str:
+        await self._at(f"verdict {finish_reason}", "verdict")
+        right = str(messages[-1]["content"]).strip() == "42"
         return self.grade or Verdict(parts={"correct": float(right)})
 
     async def close(self) -> None:

@@ -10,10 +10,9 @@ import pytest
 
 from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.process import Program
-from keel.agents.types import Unscored
-from keel.rl.types import Prompt
+from keel.rl.types import Prompt, Verdict
 from keel.synthesis.code.sandboxes import CodeSandboxes, Prefix, instance_of
-from tests.agents.episodes import PATIENT, asynchronous, transcript, use
+from tests.agents.episodes import PATIENT, asynchronous, use
 from tests.agents.sandboxes import wrap_of
 from tests.synthesis.code.projects import FIXED, SETUP, TEST, candidate, config, source
 from tests.waiting import PATIENCE_S
@@ -50,7 +49,7 @@ async def opened(folder: Path) -> AsyncGenerator[Open]:
         target="keel.agents.environments.code.environment:Repository",
         folder=where,
         arguments={"folder": str(where)},
-        deadlines=PATIENT,
+        **PATIENT,
         wrap=wrap_of(memory_mib=2048),
     )
 
@@ -79,8 +78,8 @@ async def bash(hosted: Hosted, command: str) -> str:
 
 
 async def worth(hosted: Hosted) -> tuple[float, dict[str, Any]]:
-    judged = await hosted.verdict(transcript())
-    assert not isinstance(judged, Unscored), judged.reason
+    judged = await hosted.verdict((), "stop")
+    assert isinstance(judged, Verdict), judged
     return judged.parts["correct"], dict(judged.facts)
 
 

@@ -7,10 +7,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,18 +17,16 @@ import pytest
 from keel.agents.env_process.client import ForkServer, Hosted
 from keel.agents.env_process.process import Program
 from keel.agents.env_runtime.processes import descendants
-from keel.agents.types import EnvironmentLost, Unscored
+from keel.agents.types import EnvironmentLost
 from keel.rl.types import Verdict
 from tests.agents.episodes import (
     HERE,
-    PATIENT,
     TASK,
     alive,
     asynchronous,
     episode,
     program,
     run,
-    transcript,
     use,
 )
 from tests.waiting import LIMITS_S, PATIENCE_S, wait_for, within_some
@@ -61,7 +58,7 @@ async def test_episode_from_opening_to_verdict() -> None:
     reply = await environment.reply({"role": "assistant", "content": "hello"})
     assert reply == {"role": "user", "content": "you said hello"}
     assert await environment.reply({"role": "assistant", "content": "bye"}) is None
-    verdict = await environment.verdict(transcript(finish_reason="length"))
+    verdict = await environment.verdict((), "length")
     assert verdict == Verdict(parts={"correct": 1.0}, facts={"ended": "length"})
     await environment.close()
     await environment.close()
@@ -98,24 +95,21 @@ async def test_invalid_call_fails_without_running() -> None:
 )
 def test_fault_is_typed_with_last_output(how: str, at: str, reason: str) -> None:
     async def play(limit_s: float) -> None:
-        deadlines = replace(PATIENT, verdict_s=limit_s)
-        environment = Hosted(program(arguments={"how": how, "at": at}, deadlines=deadlines))
-        with nullcontext() if at == "verdict" else pytest.raises(EnvironmentLost) as caught:
+        environment = Hosted(program(arguments={"how": how, "at": at}, verdict_s=limit_s))
+        with pytest.raises(EnvironmentLost) as caught:
             await environment.open(TASK, seed=3)
             if at == "reply":
                 await environment.reply({"role": "assistant", "content": "hello"})
             if at == "call":
                 await use(environment, "call")
-        verdict = await environment.verdict(transcript())
-        assert isinstance(verdict, Unscored)
+            await environment.verdict((), "stop")
+        error = caught.value
+        assert (error.fault, error.during) == (how, at)
+        assert "my last words" in error.output
+        with pytest.raises(EnvironmentLost) as later:
+            await environment.verdict((), "stop")
         await environment.close()
-        if caught is not None:
-            error = caught.value
-            assert (error.fault, error.during) == (how, at)
-            assert error.output.endswith("my last words")
-        else:
-            assert verdict.fault == how
-        assert reason in verdict.reason and "my last words" in verdict.reason
+        assert reason in str(later.value) and "my last words" in str(later.value)
 
     within_some(lambda limit_s: run(play(limit_s)), limits_of(how))
 
@@ -125,10 +119,10 @@ async def test_invalid_verdicts_and_failing_close() -> None:
     for value in (1.5, "good", None, {"correct": "yes"}):
         arguments = {"verdict": value}
         async with episode("shop:Graded", arguments=arguments) as environment:
-            assert isinstance(await environment.verdict(transcript()), Unscored)
+            assert isinstance(await environment.verdict((), "stop"), str)
     for how in ("hang", "crash", "raise"):
-        deadlines = replace(PATIENT, close_s=limits_of(how)[0])
-        async with episode(arguments={"how": how, "at": "close"}, deadlines=deadlines):
+        close_s = limits_of(how)[0]
+        async with episode(arguments={"how": how, "at": "close"}, close_s=close_s):
             pass
 
 
@@ -279,7 +273,7 @@ class RefusesForks:
     @contextmanager
     def __call__(self, command: Any, *, readable: Any, forks: bool = False) -> Iterator[Any]:
         outer = ["false"] if forks else ["sh", "-c", '"$@"; exit $?', "sh"]  # ends with its child
-        yield SimpleNamespace(command=[*outer, *command], pass_fds=(), env={})
+        yield [*outer, *command], {}, ()
 
     def hold(self, pid: int, *, inside: bool) -> Any:
         return lambda: ""
@@ -315,7 +309,7 @@ async def test_fault_spares_the_siblings_unless_the_server_dies() -> None:
                     limit_s = 0.3 if how == "hang" else PATIENCE_S
                     assert (await lost(use(environment, "end", limit_s, how=how))).fault == how
             assert (await use(sibling, "see", word="a")).text == '["a"]'
-            assert (await sibling.verdict(transcript())).parts == {"correct": 1.0}
+            assert (await sibling.verdict((), "stop")).parts == {"correct": 1.0}
             async with opened(spec, server) as environment:
                 await lost(use(environment, "end", how="parent"))
             error = await lost(use(sibling, "look"))

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.agents.episode import ContextShortener, Rewrite, _Method
+from keel.agents.episode import ContextShortener, _Method
 from keel.agents.runner import EpisodeKind, EpisodeRunner
-from keel.agents.types import NodeLost, ToolResult, Unscored
+from keel.agents.types import NodeLost, ToolResult
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.turns import Message, ToolCall, TurnRequest, TurnResult
 from keel.rl.types import Purpose, Trajectory, Verdict
@@ -102,15 +102,14 @@ def test_lost_environment_is_dropped_or_a_failure(phase: str, is_failure: bool) 
 
 def test_failed_grading_is_never_a_zero() -> None:
     phases = ("call", "reply", "verdict")
-    unscored = Unscored(reason="tests did not run")
-    assert isinstance(play(Policy(["42"]), Sums(grade=unscored), crash_is_failure=phases), str)
-    lost = Unscored(reason="environment, at verdict: ended with SIGKILL", fault="crash")
-    trajectory = completed(play(Policy(["42"]), Sums(grade=lost), crash_is_failure=phases))
+    sums = Sums(grade="tests did not run")
+    assert isinstance(play(Policy(["42"]), sums, crash_is_failure=phases), str)
+    trajectory = completed(play(Policy(["42"]), Sums(fails="verdict"), crash_is_failure=phases))
     assert trajectory.finish_reason == "crash" and trajectory.sampled_tokens > 0
-    assert trajectory.verdict == Verdict(parts={"correct": 0.0}, facts={"crash": lost.reason})
-    assert isinstance(play(Policy(["42"]), Sums(grade=lost), crash_is_failure=("call",)), str)
-    raised = replace(lost, fault="raised")  # by the grader's own code
-    assert isinstance(play(Policy(["42"]), Sums(grade=raised), crash_is_failure=phases), str)
+    reason = "environment, at verdict: ended with SIGSEGV"
+    assert trajectory.verdict == Verdict(parts={"correct": 0.0}, facts={"crash": reason})
+    sums = Sums(fails="verdict")
+    assert play(Policy(["42"]), sums, crash_is_failure=("call",)) == reason
 
 
 def test_engine_error_is_raised_and_the_environment_closed() -> None:
@@ -283,7 +282,7 @@ def test_open_episodes_are_limited() -> None:
 
 
 def test_dropped_episode_keeps_its_siblings() -> None:
-    made = iter([Sums(), Sums(fails="call"), Sums(grade=Unscored(reason="no tests")), Sums()])
+    made = iter([Sums(), Sums(fails="call"), Sums(grade="no tests"), Sums()])
     with running(Policy(["@add 40, 2", "42"]), Factory(lambda: next(made))) as runner:
         group = runner.submit(TASK, group_size=4, purpose="train").result(PATIENCE_S)
     assert [t.sibling for t in group.trajectories] == [0, 3]
@@ -337,7 +336,7 @@ def manager(method: Any, **options: Any) -> ContextShortener:
 
 
 def rewrite(method: str, view: list[Message], tokens: int = 85) -> Any:
-    return manager(method).rewrite(OPENING, view, tokens=tokens, rewrites=0)
+    return manager(method).shorten(OPENING, view, tokens=tokens, rewrites=0)
 
 
 def test_rewrite_is_due_from_80_percent() -> None:
@@ -345,21 +344,22 @@ def test_rewrite_is_due_from_80_percent() -> None:
     for method in METHODS:
         due = [tokens for tokens in range(100) if rewrite(method, view, tokens)]
         assert due == ([] if method == "none" else list(range(80, 100)))
-        assert not manager(method).rewrite(OPENING, view, tokens=99, rewrites=3)
+        assert not manager(method).shorten(OPENING, view, tokens=99, rewrites=3)
 
 
 def test_discard_removes_the_oldest_calls() -> None:
     view = [*OPENING, *step(0, 1), *step(1, 2), *talk(2), *step(3, 1), *step(4, 1)]
     rest = (*OPENING, *talk(2), *step(4, 1))
-    assert rewrite("discard-75", view) == Rewrite(messages=rest)
-    assert rewrite("discard-all", view) == Rewrite(messages=(*OPENING, *talk(2)))
+    assert rewrite("discard-75", view) == rest
+    assert rewrite("discard-all", view) == (*OPENING, *talk(2))
 
 
 def test_summary_is_asked_for_where_it_fits() -> None:
     view, plain = [*OPENING, *step(0, 1), *step(1, 1)], [*OPENING, *talk(0)]
-    shorter = Rewrite(messages=(*OPENING,), ask=True)
-    assert rewrite("summary", view, 90) == shorter and rewrite("summary", plain, 90) is not None
-    assert rewrite("summary", view, 91) == replace(shorter, shorten_first=True)
+    for tokens in (90, 91):
+        assert rewrite("summary", view, tokens) == (*OPENING,)
+        assert manager("summary").fits_summary(tokens) == (tokens == 90)
+    assert rewrite("summary", plain, 90) == (*plain,)
     assert rewrite("summary", plain, 91) is None
 
 
@@ -388,11 +388,10 @@ def test_endless_policy_ends_with_calls_intact(
 
     while tokens() < context.window:
         assert turns <= 100 * (most + 1) + 1, "each turn takes a token, each rewrite counts"
-        action = context.rewrite(OPENING, view, tokens=tokens(), rewrites=rewrites)
-        if action is not None:
-            messages = action.messages
-            if action.ask:
-                view = check(messages) if action.shorten_first else view
+        messages = context.shorten(OPENING, view, tokens=tokens(), rewrites=rewrites)
+        if messages is not None:
+            if method == "summary":
+                view = view if context.fits_summary(tokens()) else check(messages)
                 messages = (*OPENING, {"role": "user", "content": "a summary"})
                 size[id(messages[-1])] = data.draw(st.integers(1, 10))
             assert tokens() >= 0.8 * context.window or method == "summary"

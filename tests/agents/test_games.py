@@ -8,7 +8,7 @@ import pytest
 from keel.agents.env_runtime.games import TextGame
 from keel.agents.env_runtime.tool_objects import EnvironmentGone
 from keel.rl.types import Verdict
-from tests.agents.episodes import episode, run, transcript, use
+from tests.agents.episodes import episode, run, use
 
 
 class Walk:
@@ -104,7 +104,7 @@ def test_brief_game_with_tool_calls() -> None:
                 result = await use(environment, "play", action=str(middle))
                 texts.append(result.text)
                 low, high = (middle + 1, high) if result.text == "higher" else (low, middle - 1)
-            verdict = await environment.verdict(transcript())
+            verdict = await environment.verdict((), "stop")
             assert isinstance(verdict, Verdict)
             assert texts[-1] == "won" and verdict.parts == {"correct": 1.0, "score": 1.0}
             return texts

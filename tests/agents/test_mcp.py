@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.process import Deadlines, Program
+from keel.agents.env_process.process import Program
 from keel.agents.mcp_client import McpEpisode, McpServer
-from keel.agents.types import EnvironmentLost, Opening, Unscored
+from keel.agents.types import EnvironmentLost, Opening
 from keel.rl.types import Prompt, Verdict
 from tests.agents import openenv_stand_in
-from tests.agents.episodes import HERE, PATIENT, TASK, asynchronous, run, transcript, use
+from tests.agents.episodes import HERE, PATIENT, TASK, asynchronous, run, use
 from tests.waiting import LIMITS_S, PATIENCE_S, within_some
 
 pytestmark = pytest.mark.e2e
@@ -28,7 +28,7 @@ SHOP = (sys.executable, str(HERE / "mcp_shop.py"), "{seed}")
 
 @asynccontextmanager
 async def served(**settings: Any) -> AsyncIterator[tuple[McpEpisode, Opening]]:
-    server = McpServer(**{"command": SHOP, "deadlines": PATIENT, **settings})
+    server = McpServer(**{"command": SHOP, **PATIENT, **settings})
     environment = McpEpisode(server)
     try:
         yield environment, await environment.open(TASK, seed=3)
@@ -51,7 +51,7 @@ async def shop(environment: McpEpisode, opening: Opening) -> None:
     result = await use(environment, "go_wrong", how="refuse")
     assert result.failed and "not on Sundays" in result.text
     assert await environment.reply({"role": "assistant", "content": "bye"}) is None
-    assert await environment.verdict(transcript()) == Verdict(parts={})
+    assert await environment.verdict((), "stop") == Verdict(parts={})
 
 
 @asynchronous
@@ -75,7 +75,7 @@ def test_failing_server_loses_the_environment(how: str, reason: str) -> None:
                 await use(environment, "go_wrong", limit_s, how=how)
             assert caught.value.fault == how and reason in str(caught.value)
             assert "seed 3" in caught.value.output and "last words" in caught.value.output
-            assert isinstance(await environment.verdict(transcript()), Unscored)
+            assert isinstance(await environment.verdict((), "stop"), str)
 
     limits_s = LIMITS_S if how == "hang" else (PATIENCE_S,)
     within_some(lambda limit_s: run(play(limit_s)), limits_s)
@@ -85,7 +85,7 @@ def test_failing_server_loses_the_environment(how: str, reason: str) -> None:
     ("settings", "fault", "reason"),
     [
         ({"command": (*SHOP[:2], "broken")}, "exit", "closed on Sundays"),
-        ({"command": ("sleep", "1000"), "deadlines": Deadlines(open_s=0.5)}, "hang", "sleep 1000"),
+        ({"command": ("sleep", "1000"), "open_s": 0.5}, "hang", "sleep 1000"),
         ({"command": (), "url": "http://127.0.0.1:9/mcp"}, "start", "127.0.0.1:9"),
     ],
 )
@@ -127,7 +127,7 @@ def test_http_server_crashes_during_a_call() -> None:
             with pytest.raises(EnvironmentLost, match=url) as caught:
                 await use(environment, "go_wrong", how="crash")
             assert (caught.value.fault, caught.value.during) == ("crash", "call")
-            assert isinstance(await environment.verdict(transcript()), Unscored)
+            assert isinstance(await environment.verdict((), "stop"), str)
 
     with over_http() as (url, _):
         run(play(url))
@@ -150,7 +150,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def hosted(folder: Path, target: str, **settings: Any) -> Hosted:
-    return Hosted(Program(target=target, folder=folder, deadlines=PATIENT, **settings))
+    return Hosted(Program(target=target, folder=folder, **PATIENT, **settings))
 
 
 @asynchronous
@@ -171,7 +171,7 @@ async def test_openenv_class_is_recognized(folder: Path) -> None:
     result = await use(environment, "step", message="bye", loud=True)
     assert result.done and result.text == "BYE"
     assert (await use(environment, "step", message="a")).failed
-    verdict = await environment.verdict(transcript())
+    verdict = await environment.verdict((), "stop")
     assert isinstance(verdict, Verdict)
     assert verdict.parts == {"correct": 0.0, "score": 0.75}
     assert verdict.facts == {"return": 1.5, "steps": 2, "state": {"step_count": 3}}

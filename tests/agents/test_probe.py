@@ -55,7 +55,7 @@ SOURCES = {
 def test_failed_opening_names_the_cure(tmp_path: Path, target: str, reason: str, cure: str) -> None:
     for name, text in SOURCES.items():
         (tmp_path / name).write_text(text)
-    spec = Program(target=target, folder=tmp_path, memory_mib=512, deadlines=PATIENT)
+    spec = Program(target=target, folder=tmp_path, memory_mib=512, **PATIENT)
     message = complaint(spec)
     assert message.startswith(f"environment {target} cannot be opened for task p7: ")
     assert reason in message and cure in message

@@ -26,7 +26,7 @@ from keel.agents.env_runtime.tool_objects import (
 from keel.agents.schemas import ArgumentValidator
 from keel.rl.turns import ToolCall, ToolSpec
 from keel.rl.types import Verdict
-from tests.agents.episodes import HERE, TASK, asynchronous, episode, program, transcript, use
+from tests.agents.episodes import HERE, TASK, asynchronous, episode, program, use
 from tests.waiting import PATIENCE_S
 
 
@@ -135,7 +135,7 @@ async def test_functions_are_an_environment(tmp_path: Path) -> None:
     assert opening.messages == TASK.messages and [t.name for t in opening.tools] == ["add"]
     assert (await use(environment, "add", a=2, b=3)).text == "5"
     assert await environment.reply({"role": "assistant", "content": "5"}) is None
-    assert await environment.verdict(transcript()) == Verdict(parts={})
+    assert await environment.verdict((), "stop") == Verdict(parts={})
     await environment.close()
 
 
@@ -154,7 +154,7 @@ async def test_game_is_played_by_tool_or_text() -> None:
             low, high = (middle + 1, high) if result.text == "Higher." else (low, middle - 1)
         won = float(texts[-1] == "Right.")
         facts = {"return": won, "moves": len(texts)}
-        verdict = await environment.verdict(transcript())
+        verdict = await environment.verdict((), "stop")
         assert verdict == Verdict(parts={"correct": won, "score": won}, facts=facts)
     arguments = {"play_by": "text", "scale": [0, 2]}
     async with episode("shop:Guess", arguments=arguments) as environment:
@@ -164,7 +164,7 @@ async def test_game_is_played_by_tool_or_text() -> None:
             turn = {"role": "assistant", "content": f"So I say\n{guess}"}
             if await environment.reply(turn) is None:
                 break
-        verdict = await environment.verdict(transcript())
+        verdict = await environment.verdict((), "stop")
         assert isinstance(verdict, Verdict) and verdict.facts["moves"] <= 3
         assert verdict.parts == {"correct": 0.0, "score": verdict.facts["return"] / 2}
 

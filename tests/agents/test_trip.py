@@ -20,9 +20,9 @@ from keel.agents.environments.trip.tasks import (
     _KEYS,
     _REPORT,
     LEVELS,
-    Band,
     TripTask,
     World,
+    _Band,
     _make_world,
     band_of,
     check_plan,
@@ -137,7 +137,7 @@ def test_malformed_answers_are_wrong(level: int) -> None:
 
 
 def test_bounds_match_the_task_text() -> None:
-    def holds(band: Band, meals: list[tuple[int, float]], ticket: int) -> bool:
+    def holds(band: _Band, meals: list[tuple[int, float]], ticket: int) -> bool:
         places = [{"price": price, "rating": rating} for price, rating in meals]
         return band.holds(places, ticket)
 

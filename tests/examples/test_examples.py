@@ -18,8 +18,8 @@ import pytest
 from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.process import Program
 from keel.agents.environments.demonstrations import Demonstration
+from keel.agents.environments.search.documents import ensure_index
 from keel.agents.environments.search.environment import Search
-from keel.agents.types import Transcript
 from keel.configs.load import load_config
 from keel.configs.paths import _PACKAGE
 from keel.configs.schema import ConversationsConfig, EnvironmentConfig, SourceConfig
@@ -133,7 +133,7 @@ def answer_by_hand(kind: str, text: str, files: dict[str, str]) -> float | str:
         day = date.fromisoformat(row["day"])
         more = {"revenue": revenue, "day": day, "month": row["day"][:7]}
         sales.append({**row, **more, "category": product["category"]})
-    if match := re.search(r"(?:with|of|ordered) (\w+)(?: in month ([\d-]+)|[?,]| largest)", text):
+    if match := re.search(r"(?:from|of|ordered) (\w+)(?: in ([\d-]+)|[?,]| largest)", text):
         month = match[2] or ""
         ours = [x for x in sales if x["category"] == match[1] and month in x["month"]]
     else:
@@ -338,7 +338,8 @@ def test_worked_answers_are_right_and_hasty_wrong() -> None:
 
 def test_search_finds_the_answer(tmp_path: Path) -> None:
     demonstrations.write_towers(tmp_path / "search", 12, seed=1)
-    search = Search(corpus=str(tmp_path / "search/corpus"), index=str(tmp_path / "i"), results=1)
+    index = ensure_index(tmp_path / "search/corpus", tmp_path / "index")
+    search = Search(index=str(index), results=1)
     for line in (tmp_path / "search/tasks.jsonl").read_text().splitlines():
         task = json.loads(line)
         result = search.search(task["id"])
@@ -419,7 +420,7 @@ def test_code_demonstration_matches_the_real_environment(tmp_path: Path) -> None
             change = {"path": "pace.py", "old": is_now, "new": expected}
             edit = ToolCall(call_id="c", name="edit", arguments=change)
             assert (await hosted.call(edit, timeout_s=60)).text[:-2] == edited[:-2]
-            verdict = await hosted.verdict(Transcript(messages=(), finish_reason="stop"))
+            verdict = await hosted.verdict((), "stop")
             assert isinstance(verdict, Verdict) and verdict.parts == {"correct": 1.0}
         finally:
             await hosted.close()

@@ -115,11 +115,10 @@ def test_prompt_files_are_hidden_in_sandboxes(tmp_path: Path) -> None:
         except ValueError as error:
             pytest.skip(str(error))
         names = [str(path) for path in (tasks, tmp_path / "link", more)]
-        with isolated([sys.executable, "-c", code, *names], readable=[tmp_path]) as launch:
-            options: dict[str, Any] = {"env": dict(launch.env), "pass_fds": launch.pass_fds}
-            return subprocess.check_output(
-                launch.command, **options, text=True, timeout=PATIENCE_S
-            ).split()
+        command = [sys.executable, "-c", code, *names]
+        with isolated(command, readable=[tmp_path]) as (words, env, fds):
+            options: dict[str, Any] = {"env": dict(env), "pass_fds": fds}
+            return subprocess.check_output(words, **options, text=True, timeout=PATIENCE_S).split()
 
     assert read() == ["none", "none", '42"']
     assert read(str(tasks)) == ['42"', '42"', '42"']

@@ -41,10 +41,11 @@ from keel.agents.env_runtime.tool_objects import (
     InvalidEnvironment,
     Tool,
     error_text,
+    object_schema,
     public_functions,
 )
 
-SHIPPED = Path(__file__).parent / "shipped"
+_SHIPPED = Path(__file__).parent / "shipped"
 
 
 @dataclass(frozen=True)
@@ -72,25 +73,19 @@ def resolve_folders(names: Sequence[str]) -> list[Folder]:
     several environments, or `shipped`."""
     environments: list[Folder] = []
     for name in names:
-        path = SHIPPED if name == "shipped" else Path(name).expanduser()
+        path = _SHIPPED if name == "shipped" else Path(name).expanduser()
         inside = [path, *sorted(each.parent for each in path.glob("*/task.json"))]
         inside = inside[:1] if (path / "task.json").is_file() else inside[1:]
         if not inside:
             reason = f"no task.json below {path}; in a sandbox it must be among `readable`"
             raise ValueError(f"{name} is not a folder of tasks: {reason}")
-        for folder in inside:
-            if (folder / "database.sqlite").exists() and not (folder / "database.json").exists():
-                raise ValueError(
-                    f"{folder} has a database.sqlite, which is no longer read; make its tasks "
-                    "again with `keel synthesize`"
-                )
         environments += map(Folder, inside)
     return environments
 
 
 # The rules for an author's code. The process that runs it blocks everything else.
 
-Part = Literal["solve", "verify", "tools"]
+_Part = Literal["solve", "verify", "tools"]
 MODULES = (
     *("__future__", "bisect", "calendar", "collections", "collections.abc", "copy", "dataclasses"),
     *("datetime", "decimal", "difflib", "enum", "fractions", "functools", "heapq", "itertools"),
@@ -118,7 +113,7 @@ _CLOSED = re.compile(r"_.*|(gi|cr|ag|tb|f|co|func)_\w+|format|format_map|mro|now
 """Forbidden attributes, which would give access to the interpreter or the clock."""
 
 
-def _parse_code(source: str, part: Part) -> ast.Module:
+def _parse_code(source: str, part: _Part) -> ast.Module:
     """Parse Python code written by an author model. Raises InvalidEnvironment if it is invalid or
     uses a forbidden feature."""
     try:
@@ -137,7 +132,7 @@ def _parse_code(source: str, part: Part) -> ast.Module:
     return tree
 
 
-def _complaint(node: ast.AST, part: Part) -> str:
+def _complaint(node: ast.AST, part: _Part) -> str:
     if isinstance(node, ast.Import | ast.ImportFrom):
         if part == "solve":
             return "a solution imports nothing: it calls tools and does logic"
@@ -164,7 +159,7 @@ def _complaint(node: ast.AST, part: Part) -> str:
     return ""
 
 
-def _namespace(part: Part) -> dict[str, Any]:
+def _namespace(part: _Part) -> dict[str, Any]:
     def import_module(
         name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
     ) -> ModuleType:
@@ -355,12 +350,9 @@ def load_tools(source: str, database: Any) -> dict[str, Tool]:
 SUBMIT: dict[str, Any] = {
     "name": "submit_result",
     "description": "Submit the answer, in the form that the task asks for. This ends the task.",
-    "parameters": {
-        "type": "object",
-        "properties": {"answer_text": {"type": "string", "description": "The answer, as JSON"}},
-        "required": ["answer_text"],
-        "additionalProperties": False,
-    },
+    "parameters": object_schema(
+        {"answer_text": {"type": "string", "description": "The answer, as JSON"}}, ["answer_text"]
+    ),
 }
 
 
@@ -424,7 +416,7 @@ def start_solution(source: str, number: int, returns: dict[str, str]) -> Child:
     return Child(run)
 
 
-def _compile_function(source: str, part: Part, name: str, parameters: int) -> Callable[..., Any]:
+def _compile_function(source: str, part: _Part, name: str, parameters: int) -> Callable[..., Any]:
     """Compile the function `name` together with the imports directly before it. Raises
     InvalidEnvironment if the source contains anything but functions and imports."""
     pieces: dict[str, list[ast.stmt]] = {}

@@ -77,14 +77,13 @@ def _squeezed(text: str) -> str:
 
 
 class Search:
-    """A search environment for questions from JSONL. It searches the `index` of the folder
-    `corpus`, or a `Library`. A library is passed as `ready`, or is created by calling the function
-    `library` (`module:name`) with `options`. With `cite`, the opening asks the
-    policy to cite its sources."""
+    """A search environment for questions from JSONL. It searches the `index` that `prepare` makes
+    of a corpus, or a `Library`. A library is passed as `ready`, or is created by calling the
+    function `library` (`module:name`) with `options`. With `cite`, the opening asks the policy to
+    cite its sources."""
 
     def __init__(
         self,
-        corpus: str = "",
         index: str = "",
         library: str = "",
         options: Mapping[str, Any] | None = None,
@@ -96,9 +95,11 @@ class Search:
         for name, value in (("results", results), ("page_characters", page_characters)):
             if value < 1:
                 raise ValueError(f"search: {name} = {value} must be at least 1")
-        if ready is None and bool(library) == bool(corpus or index):
+        if ready is None and bool(library) == bool(index):
             raise ValueError("search: name a corpus (a folder), or a library (module:name)")
-        self._library = ready or _library(corpus, index, library, options or {})
+        if ready is None:
+            ready = load_library(library, options or {}) if library else SearchIndex(Path(index))
+        self._library = ready
         self._results, self._page, self._cite = results, page_characters, cite
         self._names: list[str] = []
         self._open: Document | None = None
@@ -228,11 +229,3 @@ def load_library(library: str, options: Mapping[str, Any]) -> Library:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last: a local file does not replace a package
     return cast(Library, getattr(import_module(module), name)(**options))
-
-
-def _library(corpus: str, index: str, library: str, options: Mapping[str, Any]) -> Library:
-    if library:
-        return load_library(library, options)
-    if corpus:
-        return SearchIndex(ensure_index(Path(corpus), Path(index) if index else None))
-    return SearchIndex(Path(index))

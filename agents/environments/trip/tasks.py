@@ -24,7 +24,7 @@ _KEYS = ("time", "city", "hotel", MEALS[0], "afternoon_attraction", MEALS[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Band:
+class _Band:
     """Requirements for a day if its hotel costs at least `low` and less than `high` CNY. None means
     no requirement."""
 
@@ -70,7 +70,7 @@ class Level:
     plain: bool = False
     """If True, lists have one line per place with its name and price, and answers have one line per
     day with only names."""
-    bands: tuple[Band, ...] = ()
+    bands: tuple[_Band, ...] = ()
     """Price bands. Their limits are varied at random for each task. Without bands, only the hotel's
     price is limited."""
     fixed: bool = False
@@ -91,9 +91,9 @@ class Level:
 
 
 _REPORT = (
-    Band(low=800, meals_below=350, both_rated=4.0, ticket_below=120),
-    Band(low=500, high=800, one_rated=4.0, ticket_below=180),
-    Band(low=200, high=500, one_rated=3.2),
+    _Band(low=800, meals_below=350, both_rated=4.0, ticket_below=120),
+    _Band(low=500, high=800, one_rated=4.0, ticket_below=180),
+    _Band(low=200, high=500, one_rated=3.2),
 )
 """The price bands of the example in DeepSeek-V3.2 (2025), section 3.2.3."""
 _FIRST = Level(
@@ -113,7 +113,7 @@ LEVELS = (
         _FIRST,
         attractions=3,
         keys=("hotel", "afternoon_attraction"),
-        bands=(Band(low=200, ticket_below=130),),
+        bands=(_Band(low=200, ticket_below=130),),
     ),
     Level(
         cities=2,
@@ -123,8 +123,8 @@ LEVELS = (
         long_names=False,
         fixed=True,
         bands=(
-            Band(low=500, both_rated=3.0, ticket_below=130),
-            Band(low=200, high=500, one_rated=3.5),
+            _Band(low=500, both_rated=3.0, ticket_below=130),
+            _Band(low=200, high=500, one_rated=3.5),
         ),
     ),
     Level(
@@ -221,7 +221,7 @@ class TripTask:
     cities: tuple[str, ...] | None
     """The city for each day, or None if the policy chooses the cities."""
     rule_day: int
-    bands: tuple[Band, ...]
+    bands: tuple[_Band, ...]
     hotel_at_most: int | None
 
     def write(self, plan: list[dict[str, str]]) -> str:
@@ -300,7 +300,7 @@ def draw_task(seed: int, level: Level) -> tuple[World, TripTask]:
     )
 
 
-def _varied(band: Band, draw: random.Random) -> Band:
+def _varied(band: _Band, draw: random.Random) -> _Band:
     return replace(
         band,
         meals_below=band.meals_below and band.meals_below + 10 * draw.randrange(-6, 7),
@@ -374,12 +374,12 @@ def judge(world: World, task: TripTask, plan: Sequence[_Day]) -> dict[str, bool]
     return met
 
 
-def _rule(world: World, bands: Sequence[Band], day: _Day) -> bool:
+def _rule(world: World, bands: Sequence[_Band], day: _Day) -> bool:
     meals = [world.places["restaurant"][day[key]] for key in MEALS if key in day]
     sight = world.places["attraction"].get(day.get("afternoon_attraction", ""), {"ticket": 0})
     band = band_of(bands, world.places["hotel"][day["hotel"]]["price"])
     return band is not None and band.holds(meals, sight["ticket"])
 
 
-def band_of(bands: Sequence[Band], price: int) -> Band | None:
+def band_of(bands: Sequence[_Band], price: int) -> _Band | None:
     return next((band for band in bands if band.covers(price)), None)

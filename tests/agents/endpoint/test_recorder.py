@@ -68,7 +68,7 @@ def test_twelve_turns_form_one_segment() -> None:
     assert " <|im_end|> done" not in text, "a control text in a tool result must stay text"
     assert text.count("<|im_start|>assistant") == 12 == finished.usage.turns
     assert (finished.usage.calls, finished.usage.failed_calls) == (12, 0)
-    assert (finished.counts["extended"], finished.counts["rendered"]) == (11, 1)
+    assert (finished.usage.contexts_extended, finished.usage.contexts_rendered) == (11, 1)
     roles = [message["role"] for message in (*finished.index.opening, *finished.index.messages)]
     assert roles[:6] == ["system", "user", "assistant", "user", "assistant", "tool"]
 
@@ -106,7 +106,7 @@ def test_changed_tools_or_messages_fork() -> None:
         await ask(recorder, [user("a"), {**turn, "content": "\none "}, user("b")], TOOLS)
 
     finished = record(Policy(["one", "two", "three", "four"]), work)
-    assert (finished.counts["rendered"], finished.counts["extended"]) == (3, 1)
+    assert (finished.usage.contexts_rendered, finished.usage.contexts_extended) == (3, 1)
     assert [int(s.trainable_T.sum()) for s in finished.segments] == [3 + 1 + 4 + 1, 4, 6]
     tools = [dialogue.tools[0]["function"]["name"] for dialogue in finished.index.dialogues]
     assert tools == ["city", "hotel", "city"]
@@ -296,7 +296,7 @@ CALL = {"id": "c", "function": {"name": "city", "arguments": json.dumps({"name":
 
 def test_oversized_request_is_refused_before_tokenization(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CHAT, "opening", None)
-    monkeypatch.setattr(recorder_module, "argument_validator", None)
+    monkeypatch.setattr(recorder_module, "ArgumentValidator", None)
     called = [user("a"), {"role": "assistant", "tool_calls": [CALL]}, result("c", "far")]
 
     async def work(recorder: TrajectoryRecorder) -> None:
@@ -309,13 +309,13 @@ def test_oversized_request_is_refused_before_tokenization(monkeypatch: pytest.Mo
 
 
 def test_large_schemas_do_not_stall_other_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    validator, threads = recorder_module.argument_validator, list[threading.Thread]()
+    validator, threads = recorder_module.ArgumentValidator, list[threading.Thread]()
 
     def validator_of(tools: Any) -> Any:
         threads.append(threading.current_thread())
         return validator(tools)
 
-    monkeypatch.setattr(recorder_module, "argument_validator", validator_of)
+    monkeypatch.setattr(recorder_module, "ArgumentValidator", validator_of)
 
     async def work(recorder: TrajectoryRecorder) -> None:
         await ask(recorder, [user("a")], TOOLS)

@@ -81,7 +81,7 @@ def test_stream_equals_whole_answer(thinking: bool) -> None:
     assert [m.get("content") or "" for m in stream[1]] == [m.get("content") or "" for m in plain[1]]
     for policy, _, finished in (plain, stream):
         check_law(policy, finished.segments)
-        assert finished.counts["extended"] == (3 if thinking else 5)
+        assert finished.usage.contexts_extended == (3 if thinking else 5)
 
 
 @asynchronous
@@ -273,7 +273,7 @@ async def test_anthropic_tool_loop_extends_its_context(stream: bool, thinking: b
             history.append({"role": "user", "content": results or [text_block]})
         finished = await endpoint.finish("p/0")
     check_law(policy, finished.segments)
-    assert finished.counts["extended"] == (3 if thinking else 5)
+    assert finished.usage.contexts_extended == (3 if thinking else 5)
     assert [one["function"]["name"] for one in finished.index.dialogues[0].tools] == ["city"]
     assert finished.index.opening[0] == {"role": "system", "content": "Be brief."}
     assert "Error: far" in CHAT.decode(policy.turns[-1][0])

@@ -20,7 +20,7 @@ from keel.agents.environments.code.environment import (
 from keel.agents.environments.code.tree import Tree, UnreadableTree, read_tree
 from keel.configs.schema import ConfigError
 from keel.synthesis.code.candidate import GitSource, PairSource
-from keel.synthesis.code.pipeline import _check_change, _check_leaks, _outcomes_of, judge
+from keel.synthesis.code.pipeline import _check_change, _check_leaks, _judge, _outcomes_of
 from keel.synthesis.code.sandboxes import Prefix
 from keel.synthesis.ledger import Rejected
 from tests.synthesis.authors import ScriptedAuthor
@@ -159,7 +159,7 @@ def test_judge_refuses_low_marks() -> None:
 
     def judged(*replies: str) -> Any:
         author = ScriptedAuthor(list(replies))
-        marks = asyncio.run(judge(candidate(), author, 3))
+        marks = asyncio.run(_judge(candidate(), author, 3))
         question = author.asked[0][1][0]["content"]
         assert "test_the_hidden_one" in question and "return sum(numbers)" in question
         return marks

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from keel.agents.environments.general.author_code import Folder, resolve_folders
-from keel.agents.types import EnvironmentLost, Transcript, Unscored
+from keel.agents.types import EnvironmentLost
 from keel.configs.synthesis import GeneralConfig
 from keel.rl.turns import Message, ToolCall, ToolSpec
+from keel.rl.types import Verdict
 from keel.synthesis.author import AuthorReply, BudgetSpent
 from keel.synthesis.general.pipeline import GeneralPipeline
 from keel.synthesis.general.sandboxes import GeneralSandboxes
@@ -290,7 +291,7 @@ def test_exploited_tools_cannot_reach_the_verifier(tmp_path: Path) -> None:
                 outputs["spoil"] = await call("spoil", "apple")
                 outputs["spoiled"] = await call("price", "apple")
                 await call("submit_result", '{"name": "apple", "price": 4}')
-                verdict = await hosted.verdict(Transcript(messages=(), finish_reason="stop"))
+                verdict = await hosted.verdict((), "stop")
             async with sandboxes.open_episode(path, 0) as (hosted, opening):
                 with pytest.raises(EnvironmentLost) as lost:
                     await call("stop", "9")
@@ -300,7 +301,7 @@ def test_exploited_tools_cannot_reach_the_verifier(tmp_path: Path) -> None:
     for name, (_, reason) in FAILS.items():
         assert reason in outputs[name], (name, outputs[name])
     assert outputs["price"] == "4" and "KeyError" in outputs["spoiled"]  # of its private copy
-    assert not isinstance(verdict, Unscored)
+    assert isinstance(verdict, Verdict)
     assert verdict.parts == {"correct": 1.0, "share": 1.0} and lost.during == "call"
     assert not list(tmp_path.rglob(marker)) and not Path("/tmp", marker).exists()
 
@@ -504,13 +505,6 @@ def test_resume_keeps_finished_environments(tmp_path: Path) -> None:
     assert (why, report["kept"]) == ("", 2)
     assert (folder / "provenance.json").stat().st_mtime_ns == before
     assert sum(purpose == "tools" for purpose, _ in again.asked) == 1
-
-
-def test_folders_of_older_versions_are_refused(tmp_path: Path) -> None:
-    for name in ("task.json", "database.sqlite"):
-        (tmp_path / name).touch()
-    with pytest.raises(ValueError, match=r"database.sqlite.*again"):
-        resolve_folders([str(tmp_path)])
 
 
 SHIPPED = resolve_folders(["shipped"])

@@ -4,9 +4,9 @@ import pytest
 
 from keel.agents.env_runtime.tool_objects import InvalidEnvironment
 from keel.agents.environments.general.author_code import (
-    Part,
     _compile_function,
     _parse_code,
+    _Part,
     parse_answer,
 )
 
@@ -25,7 +25,7 @@ from keel.agents.environments.general.author_code import (
         ("verify", "-" * 100_000 + "1"),
     ],
 )
-def test_forbidden_code_is_refused(part: Part, source: str) -> None:
+def test_forbidden_code_is_refused(part: _Part, source: str) -> None:
     with pytest.raises(InvalidEnvironment, match=part):
         _parse_code(source, part)
 

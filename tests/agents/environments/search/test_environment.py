@@ -24,7 +24,7 @@ from keel.rewards.checks import check_spec
 from keel.rl.types import Verdict
 from keel.trainer.build_agents import environment_spec
 from tests.agents.environments.search.corpus import write_corpus
-from tests.agents.episodes import asynchronous, transcript, use
+from tests.agents.episodes import asynchronous, use
 from tests.agents.sandboxes import wrap_of
 
 TASK = {"messages": [{"role": "user", "content": "Who?"}], "reward": {"kind": "answer"}}
@@ -209,7 +209,7 @@ async def test_search_can_read_only_the_index(tmp_path: Path) -> None:
     assert (await use(environment, "open", document=str(tasks))).failed
     await use(environment, "open", document="bridge.md")
     answer = '<answer>Mirela Dancu</answer> [[bridge.md: "designed by the engineer"]]'
-    verdict = await environment.verdict(transcript({"role": "assistant", "content": answer}))
+    verdict = await environment.verdict(({"role": "assistant", "content": answer},), "stop")
     assert isinstance(verdict, Verdict)
     assert verdict.parts == {"citations": 1.0, "evidence": 1.0}
     await environment.close()

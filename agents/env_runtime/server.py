@@ -32,11 +32,11 @@ from keel.agents.env_runtime.tool_objects import (
     bind_arguments,
     error_location,
     error_text,
-    methods_of,
     public_functions,
+    verdict_fields,
 )
 
-Request = dict[str, Any]
+_Request = dict[str, Any]
 
 
 def redirect_prints() -> None:
@@ -56,7 +56,7 @@ def take_channel() -> tuple[Any, Any]:
     return requests, replies
 
 
-def failure_of(error: Exception) -> Request:
+def failure_of(error: Exception) -> _Request:
     if isinstance(error, MemoryError):
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         mib = "not set" if limit == resource.RLIM_INFINITY else limit >> 20
@@ -66,11 +66,11 @@ def failure_of(error: Exception) -> Request:
     return {"fault": "raised", "why": f"{error_text(error)} ({error_location(error)})"}
 
 
-class _Episode:
+class _Server:
     def __init__(self) -> None:
         self._environment: Any = None
 
-    def answer(self, request: Request) -> Request:
+    def answer(self, request: _Request) -> _Request:
         action = request["do"]
         if action == "open":
             return self._open(request)
@@ -84,22 +84,22 @@ class _Episode:
             self._environment.close()
         return {}
 
-    def _open(self, request: Request) -> Request:
+    def _open(self, request: _Request) -> _Request:
         limit_memory(request["memory_mib"])
         sys.path[:0] = request["paths"]
         seed = request["seed"]
         random.seed(0)  # draws at import are the same for all episodes
         if not is_address(request["target"]):
-            load_object(request["target"])
+            _load_object(request["target"])
         random.seed(seed)
-        self._environment = make(request)
+        self._environment = _make(request)
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
         opening = self._environment.opening(request["task"], seed)
         return {**opening, "grades": self._environment.grades}
 
-    def _call(self, request: Request) -> Request:
+    def _call(self, request: _Request) -> _Request:
         if isinstance(self._environment, Object):
             self._environment.set_call_time(request["call_s"])
         try:
@@ -121,12 +121,12 @@ def serve_channel() -> None:
 def serve(requests: Any, replies: Any) -> None:
     """Serve one episode. After `close`, wait to be killed instead of exiting, so that this
     process's descendants can still be found."""
-    episode = _Episode()
+    server = _Server()
     for line in requests:
         request = json.loads(line)
         try:
             # Encoding is part of the try: an unencodable result is the environment's failure.
-            text = json.dumps({"id": request["id"], "is": episode.answer(request)}, allow_nan=True)
+            text = json.dumps({"id": request["id"], "is": server.answer(request)}, allow_nan=True)
         except Exception as error:
             text = json.dumps({"id": request["id"], **failure_of(error)})
         sys.stdout.flush()
@@ -151,7 +151,7 @@ def call_function() -> None:
         "seed": int(os.environ["KEEL_SEED"]),
     }
     try:
-        function = load_object(target)
+        function = _load_object(target)
         if not callable(function):
             raise InvalidEnvironment(f"{target} is not a function")
         arguments = bind_arguments(target, function, values)
@@ -160,11 +160,7 @@ def call_function() -> None:
     result = await_result(function(**arguments))
     if result is None:
         return
-    parts, facts = cast("Any", result if isinstance(result, tuple) else (result, {}))
-    verdict: Request = {"answer": result}
-    if not isinstance(result, str):
-        scores = cast("Any", parts if isinstance(parts, dict) else {"correct": float(parts)})
-        verdict = {"parts": scores, "facts": facts}
+    verdict = {"answer": result} if isinstance(result, str) else verdict_fields(result)
     with open(os.environ["KEEL_VERDICT"], "w", encoding="utf-8") as file:
         json.dump(verdict, file, default=str)
 
@@ -178,9 +174,9 @@ def preload(target: str, action: Optional[str]) -> None:  # noqa: UP045
     """Import the modules that every episode needs before forking."""
     late: tuple[str, ...] = (CLIENT,)
     if not is_address(target):
-        load_object(target)
+        _load_object(target)
         if action:
-            load_object(action)
+            _load_object(action)
         name = target.partition(":")[0]
         module = sys.modules[_module_name(name) if name.endswith(".py") else name]
         late = getattr(module, "PRELOAD", ())
@@ -189,7 +185,7 @@ def preload(target: str, action: Optional[str]) -> None:  # noqa: UP045
             importlib.import_module(name)
 
 
-def load_object(target: str) -> Any:
+def _load_object(target: str) -> Any:
     """Load an object given as `module:name`, `module` or `file.py:name`. Each target is loaded only
     once per process."""
     if target in _loaded:
@@ -235,16 +231,16 @@ def _module_name(path: str) -> str:
     return name if same else f"{name} ({path})"
 
 
-def make(request: dict[str, Any]) -> Any:
+def _make(request: dict[str, Any]) -> Any:
     target, kind, arguments = request["target"], request["kind"], request["arguments"]
     options = {key: arguments[key] for key in _ADAPTER_OPTIONS if key in arguments}
     rest = {key: value for key, value in arguments.items() if key not in options}
     if is_address(target):
         return OpenEnv(RemoteSession(target, **rest), **options)
-    value = load_object(target)
+    value = _load_object(target)
     if kind == "openenv" or (kind == "auto" and is_openenv(value)):
         action = rest.pop("action", None)
-        return OpenEnv(WrappedObject(value(**rest), action and load_object(action)), **options)
+        return OpenEnv(WrappedObject(value(**rest), action and _load_object(action)), **options)
     if kind == "auto":
         no_object = inspect.isroutine(value) or inspect.ismodule(value)
         kind = "class"
@@ -258,8 +254,7 @@ def make(request: dict[str, Any]) -> Any:
             raise InvalidEnvironment(f"{target} has no public function to be a tool")
         return Object(None, functions)
     if kind == "class":
-        environment = value(**arguments) if callable(value) else value
-        return Object(environment, methods_of(environment))
+        return Object(value(**arguments) if callable(value) else value)
     if "score" in rest:
         options["score"] = rest.pop("score")
     environment = value(**rest) if callable(value) else value
