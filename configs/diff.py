@@ -26,7 +26,7 @@ _RESUMABLE = {
     "max_num_seqs max_num_batched_tokens enable_prefix_caching enforce_eager "
     "gpu_memory_utilization kv_cache_gib threads timeout_s update_timeout_s",
     "trainer": "lr min_lr indexer_lr schedule warmup_steps ranks min_ranks zero_stage "
-    "expert_parallel sequence_parallel offload_optimizer micro_batch_tokens "
+    "hpz_partition_size expert_parallel sequence_parallel offload_optimizer micro_batch_tokens "
     "activation_checkpointing attention_kernels keep_attention share_prompts compile "
     "offload_while_sampling threads publish_bucket_mib timeout_s",
     "eval": "prompts size samples submissions file temperature top_p top_k pass_at variants "

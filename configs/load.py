@@ -165,7 +165,8 @@ def _without_auto(tree: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[st
 def _smallest_valid(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the smallest value that the other knobs allow for each `auto` knob."""
     rollout, trainer = _mapping(tree.get("rollout")), _mapping(tree.get("trainer"))
-    widths = [trainer.get(name) for name in ("expert_parallel", "sequence_parallel")]
+    knobs = ("expert_parallel", "sequence_parallel", "hpz_partition_size")
+    widths = [trainer.get(name) for name in knobs]
     ranks = lcm(*(n for n in widths if type(n) is int and n > 0))
     least = trainer.get("min_ranks")
     if type(least) is int:
@@ -176,6 +177,8 @@ def _smallest_valid(tree: Mapping[str, Any]) -> dict[str, Any]:
         implied = {"rollout.engines": engines, "trainer.ranks": engines}
     if trainer.get("offload_optimizer") is True:
         implied["trainer.zero_stage"] = 1
+    if trainer.get("hpz_partition_size", 1) != 1:
+        implied["trainer.zero_stage"] = 3
     return implied
 
 

@@ -28,6 +28,11 @@ class TrainerConfig(Section):
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage. 0: no sharding; 1: shard optimizer state; 2: and gradients; 3: and
     parameters. auto: the lowest that fits and is as fast; 0 on a CPU."""
+    hpz_partition_size: int = knob(1, ge=1)
+    """With `zero_stage` 3: number of consecutive ranks, all on one node, that share a second copy
+    of the parameters (hpZ of ZeRO++). Only the first gather after an update then crosses nodes.
+    Must divide `ranks`. 1: no second copy. auto: the ranks of a node if that is faster and fits; 1
+    on a CPU."""
     expert_parallel: int = knob(1, ge=1)
     """Number of ranks to spread the experts of a layer over. Must divide `ranks` and the number of
     experts."""
@@ -132,8 +137,13 @@ class TrainerConfig(Section):
         rule = f"must be at most trainer.ranks = {self.ranks}"
         self.require(self.min_ranks <= self.ranks, "min_ranks", rule)
         rule = f"must divide trainer.ranks = {self.ranks}"
-        for name in ("expert_parallel", "sequence_parallel"):
+        for name in ("expert_parallel", "sequence_parallel", "hpz_partition_size"):
             self.require(self.ranks % getattr(self, name) == 0, name, rule)
+        ok = self.hpz_partition_size == 1 or self.zero_stage == 3
+        self.require(ok, "hpz_partition_size", "needs trainer.zero_stage 3")
+        ok = self.hpz_partition_size == 1 or self.expert_parallel == 1
+        rule = "must be 1 with trainer.expert_parallel, which DeepSpeed does not support with it"
+        self.require(ok, "hpz_partition_size", rule)
         rule = "must be above 0 with trainer.attention: warm-up, which has no other loss"
         self.require(self.attention != "warm-up" or self.indexer_loss > 0, "indexer_loss", rule)
         ok = self.zero_stage > 0 or not self.offload_optimizer

@@ -102,6 +102,12 @@ def test_every_section_with_bounds_checks_them() -> None:
     [
         (RunConfig, {"nodes": 2}, "run.nodes"),
         (TrainerConfig, {"ranks": 3, "expert_parallel": 2}, "trainer.expert_parallel"),
+        (TrainerConfig, {"ranks": 4, "hpz_partition_size": 2}, "trainer.hpz_partition_size"),
+        (
+            TrainerConfig,
+            {"ranks": 4, "zero_stage": 3, "hpz_partition_size": 2, "expert_parallel": 2},
+            "trainer.hpz_partition_size",
+        ),
         (TrainerConfig, {"min_ranks": 2}, "trainer.min_ranks"),
         (TrainerConfig, {"offload_optimizer": True}, "trainer.offload_optimizer"),
         (TrainerConfig, {"compile": True, "zero_stage": 3}, "trainer.compile"),

@@ -41,6 +41,15 @@ def whole_shape(parameter: nn.Parameter) -> Sequence[int]:
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
+def hpz_group() -> ProcessGroup | None:
+    """Return the ranks that share a second copy of the parameters. `zero.Init` creates the group
+    for the first model and, unless it is given, refuses to create it again for another one."""
+    from deepspeed.utils.groups import _get_zero_param_intra_parallel_group  # noqa: PLC0415
+
+    group: Any = _get_zero_param_intra_parallel_group()
+    return group
+
+
 def trainable(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -213,11 +222,11 @@ class HeldTensors:
 
 def weights_of(module: nn.Module) -> Iterator[Tensor]:
     """Yield the data of all parameters and, under ZeRO-3, of this rank's shards too."""
-    parameter: Any
     for parameter in module.parameters():
         yield parameter.data
-        if hasattr(parameter, "ds_tensor"):
-            yield parameter.ds_tensor.data
+        for name in ("ds_tensor", "ds_secondary_tensor"):
+            if (shard := getattr(parameter, name, None)) is not None:
+                yield shard.data
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:

@@ -27,6 +27,7 @@ from keel.model.trainable import decoder_layers
 from keel.trainer.engine.deepspeed_internals import (
     DeepSpeedEngine,
     deepspeed,
+    hpz_group,
     whole_shape,
 )
 from keel.trainer.engine.expert_parallel import autoep_config, by_expert_group
@@ -80,7 +81,12 @@ def initialize(
                 # transformers keeps some float32 parameters next to float16 ones, but ZeRO-3 needs
                 # one dtype. DeepSpeed rounds them at the other stages, too.
                 parameter.data = parameter.data.to(dtype)
-            deepspeed.zero.Init(module=model, config_dict_or_path=dict(config), dtype=dtype)
+            deepspeed.zero.Init(
+                module=model,
+                config_dict_or_path=dict(config),
+                dtype=dtype,
+                zero_param_parallel_group=hpz_group(),
+            )
             for buffer in model.buffers():
                 buffer.data = buffer.data.to(device)
         engine, *_ = deepspeed.initialize(
@@ -129,6 +135,7 @@ def deepspeed_config(
         # Norms, biases and routers stay unsharded.
         hidden_size = model.config.get_text_config().hidden_size
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 10 * hidden_size
+        config["zero_optimization"]["zero_hpz_partition_size"] = trainer.hpz_partition_size
     if trainer.expert_parallel > 1:
         grouped = device.type == "cuda" and dtype == torch.bfloat16
         text = model.config.get_text_config()

@@ -211,8 +211,8 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     """Estimate the memory of one rank.
 
     ZeRO shards the optimizer state from stage 1 on, the gradients from stage 2 on, and the
-    parameters in stage 3. Expert parallelism shards the experts in every stage, and sequence
-    parallelism shards the tokens in a micro-batch.
+    parameters in stage 3, where hpZ adds a copy per node. Expert parallelism shards the experts in
+    every stage, and sequence parallelism shards the tokens in a micro-batch.
     """
     trainer, count = config.trainer, facts.parameters
     ranks, tokens = trainer.ranks, _rank_tokens(config)
@@ -221,7 +221,9 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     width = BYTES[config.model.dtype] if gpu else 4
     routed = facts.expert_parameters
     held = count - routed * (1 - 1 / trainer.expert_parallel)
-    shard = count / ranks
+    sharded = count / ranks
+    if trainer.hpz_partition_size > 1:
+        sharded += count / trainer.hpz_partition_size
     learned, of_experts = _learned_parameters(config, facts)
     local = learned - of_experts * (1 - 1 / trainer.expert_parallel)
     # Adam's two moments, and from stage 1 up float32 master weights.
@@ -234,15 +236,15 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     kept_layers = 1 if trainer.activation_checkpointing else facts.moe_layers
     offloaded = gpu and trainer.offload_optimizer
     parts = {
-        "weights": width * (shard if stage == 3 else held),
+        "weights": width * (sharded if stage == 3 else held),
         "gradients": 4
         * (learned / ranks if stage >= 2 else local)
         * (not (offloaded and stage == 3)),
         "optimizer": state * (not offloaded),
         "reference": width
         * (
-            frozen_copy * (shard if stage == 3 else held)
-            + facts.teacher_parameters / (ranks if stage == 3 else 1)
+            frozen_copy * (sharded if stage == 3 else held)
+            + facts.teacher_parameters * (sharded / count if stage == 3 else 1)
         ),
         "activations": _activation_elements(facts, config) * width * tokens,
         "experts' tokens": kept_layers * expert_elements(facts) * width * tokens,

@@ -81,6 +81,14 @@ def plan_placed(
     config: Config, facts: ModelFacts, hardware: Hardware, placement: Placement
 ) -> Plan:
     """Plan a run whose actors have already been assigned to GPUs."""
+    shares = config.trainer.hpz_partition_size
+    for node, ranks in placement.ranks_by_node:
+        if ranks % shares:
+            raise ConfigError(
+                f"trainer.hpz_partition_size = {shares}: {ranks} trainer ranks run on {node.name}, "
+                "and ranks that share a copy must be on one node. Use a divisor of the ranks of "
+                "every node, or set it to 1"
+            )
     plan = make_plan(config, facts, hardware, shared=placement.shared)
     each = memory.host_bytes(config, facts, plan.offload)
     reading = memory.reading_ranks(config.trainer)
@@ -235,6 +243,7 @@ def ranks_line(config: Config, *, gpu: bool) -> str:
     t = config.trainer
     return (
         f"{t.ranks} trainer rank(s) with ZeRO {memory.stage_in_use(config, gpu=gpu)}"
+        + f" and hpZ over {t.hpz_partition_size} ranks" * (t.hpz_partition_size > 1)
         + f", expert parallelism {t.expert_parallel}" * (t.expert_parallel > 1)
         + f", sequence parallelism {t.sequence_parallel}" * (t.sequence_parallel > 1)
         + ", optimizer in host memory" * t.offload_optimizer

@@ -341,13 +341,18 @@ def traffic_seconds(config: Config, facts: ModelFacts, micro_batches: int, spec:
     inside = ranks <= spec.node_gpus
     # Across nodes every GPU's network card carries its part of a ring.
     ring = min(spec.link_bytes, spec.node_gpus * spec.network_bytes)
+    seconds, shares = 0.0, trainer.hpz_partition_size
+    if shares > 1:  # gathers within a node, except the first after an update
+        near = width * (trips * micro_batches - updates)
+        seconds += facts.parameters * (1 - 1 / shares) * near / spec.link_bytes
+        moved -= near
     dense = (facts.parameters - facts.expert_parameters) * (1 - 1 / ranks)
-    seconds = dense * moved / (spec.link_bytes if inside else ring)
+    seconds += dense * moved / (spec.link_bytes if inside else ring)
     # Ranks with the same experts are neighbours unless experts are spread.
     replicas = ranks // spread
     experts = facts.expert_parameters / spread * (1 - 1 / replicas)
-    near = spec.link_bytes if inside else (ring if spread == 1 else spec.network_bytes)
-    seconds += experts * moved / near
+    link = spec.link_bytes if inside else (ring if spread == 1 else spec.network_bytes)
+    seconds += experts * moved / link
     per_rank = micro_batches * trainer.micro_batch_tokens / trainer.sequence_parallel
     sent = per_rank * facts.experts_per_token * facts.hidden_size * width * (1 - 1 / spread)
     seconds += facts.moe_layers * 2 * trips * sent / spec.between(spread)

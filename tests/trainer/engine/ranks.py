@@ -140,7 +140,7 @@ class Ranks:
                 self.published(engine)
                 offload: Any = engine._offload
                 kinds = (offload._weights, offload._state, offload._rest, offload._frozen)
-                waits = sum(kind.offloaded_bytes for kind in kinds) > 500_000
+                waits = sum(kind.offloaded_bytes for kind in kinds) > 1_000_000 / self.world_size
                 assert waits == config.trainer.offload_while_sampling, config.trainer
         return results
 

@@ -37,7 +37,7 @@ from keel.trainer.placement.layouts import (
     update_choice,
     with_values,
 )
-from keel.trainer.placement.plan import make_plan
+from keel.trainer.placement.plan import make_plan, plan_on
 from keel.trainer.run.checkpoint import _STATE
 from keel.trainer.run.journal import EVENTS
 from keel.trainer.run.restarts import OutOfMemory
@@ -181,6 +181,22 @@ def test_choices(
         if k.startswith(("trainer.", "rollout."))
     }
     assert {knob: values[knob] for knob in expected} == expected
+
+
+@pytest.mark.parametrize(("gib", "size"), [(139.0, 8), (70.0, 1)])
+def test_parameters_are_copied_to_every_node_if_that_fits(gib: float, size: int) -> None:
+    nodes = Hardware(gpu=True, nodes=tuple(idle_nodes(4, 8)), gpu_gib=gib)
+    values = {"trainer.ranks": 16, "trainer.zero_stage": 3, "rollout.tensor_parallel": 2}
+    config = with_values(recipe(prompts_per_step=256), values)
+    choice = choose(config, LAYOUT_KNOBS - set(values), facts("30b-a3b"), nodes)
+    assert choice.values["trainer.hpz_partition_size"] == size
+
+
+def test_copy_of_parameters_is_not_split_over_nodes() -> None:
+    nodes = Hardware(gpu=True, nodes=tuple(idle_nodes(2, 8)), gpu_gib=139.0)
+    values = {"trainer.ranks": 12, "trainer.zero_stage": 3, "trainer.hpz_partition_size": 12}
+    with pytest.raises(ConfigError, match="hpz_partition_size"):
+        plan_on(with_values(recipe(), values), facts("8b"), nodes)
 
 
 def test_nothing_is_chosen_without_known_memory() -> None:

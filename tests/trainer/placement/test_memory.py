@@ -43,6 +43,7 @@ from keel.trainer.placement.plan import Plan, make_plan, plan_on
 from keel.trainer.placement.step_time import (
     Rates,
     step_time,
+    traffic_seconds,
 )
 from tests.trainer.placement.shapes import DENSE, MOE, SOURCE
 
@@ -81,6 +82,20 @@ def billions(config: Config, *names: str) -> list[float]:
 def test_zero_stage_determines_sharding(stage: Any, state: list[float]) -> None:
     config = recipe(ranks=4, zero_stage=stage, beta=0.1)
     assert billions(config, "weights", "gradients", "optimizer", "reference") == state
+
+
+def test_hpz_adds_a_copy_per_node_and_gathers_there() -> None:
+    layout: dict[str, Any] = {"ranks": 16, "zero_stage": 3, "beta": 0.1}
+    plain, hpz = recipe(**layout), recipe(**layout, hpz_partition_size=8)
+    for part in ("weights", "reference"):
+        (more,), (less,) = billions(hpz, part), billions(plain, part)
+        assert more == pytest.approx(less + 2 / 8)
+    spec = GpuSpec(node_gpus=8)
+    slower, faster = (traffic_seconds(each, DENSE, 4, spec) for each in (plain, hpz))
+    # Of three gathers in each of 4 micro-batches, one crosses nodes.
+    near = 2 * 1e9 * (3 * 4 - 1)
+    saved = near * (15 / 16 / (8 * 50e9) - 7 / 8 / 450e9)
+    assert slower - faster == pytest.approx(saved)
 
 
 MLP = (1e9 - 2e8 - 4e7) / 10 / 3000
