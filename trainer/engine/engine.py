@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 from transformers import PreTrainedModel
 
@@ -59,6 +59,7 @@ from keel.trainer.engine.policy import (
     seen_tokens,
 )
 from keel.trainer.engine.weights import (
+    Load,
     Weights,
     build_from_outline,
     copy_weights,
@@ -218,28 +219,8 @@ class TrainerEngine:
         experts = ExpertLayers(network.model, expected=expected)
         self._weights = Weights(network.model, experts, stage=self._stage)
         sharded = zero.frozen_config(options) if self._weights.gathered else None
-        frozen: list[PolicyNetwork] = []
-
-        references = self._references = References(self.device, sharded)
-
-        def freeze(model: PreTrainedModel, *, replays: bool) -> None:
-            frozen.append(self._make_network(model))
-            references.add_frozen(frozen[-1], replays=replays)
-            if trainer.compile:
-                zero.compile_layers(frozen[-1].model)
-
-        replays = self._replays and config.algorithm.ref_routing == "replay"
-        if not config.data.uses_initial_model:
-            references.add_none()
-        elif config.model.lora.enabled:
-            references.add_base(network, replays=replays)
-        else:
-            device = "cpu" if sharded else self.device
-            freeze(build_from_outline(outline, load, device), replays=replays)
-            if outline:
-                copy_weights(network, frozen[0], stage=self._stage)
-        for path in config.data.references[1:]:
-            freeze(load_policy(path, dtype), replays=False)
+        self._references = References(self.device, sharded)
+        self._add_references(load, outline)
         self._sums_apart = dtype == torch.bfloat16 and sums_in_float32("bfloat16", trainer)
         if self._sums_apart:
             sum_in_one_pass(self._engine.optimizer)
@@ -248,7 +229,7 @@ class TrainerEngine:
             clip_apart(self._engine.optimizer, self._apart)
         self._offload: Offload | NoOffload = NoOffload()
         if config.rollout.time_share:
-            self._offload = Offload(self._engine, nn.ModuleList(frozen), self.device, config)
+            self._offload = Offload(self._engine, self._references.frozen, self.device, config)
         runs = {name: experts.runs(name, whole_shape(p)) for name, p in trainable(network.model)}
         self._checkpoints = Checkpoints(
             self._engine, self._adam, network.model, runs, stage=self._stage, device=self.device
@@ -260,6 +241,31 @@ class TrainerEngine:
         self._updated = False
         self.tokens: dict[int, TokenNumbers] = {}
         """Per-token values from the last step for the segments to be saved, keyed by segment."""
+
+    def _make_network(self, model: PreTrainedModel) -> PolicyNetwork:
+        note = zero.use_flash4(self._config, model, self.device)
+        if note and note not in self.notes:
+            self.notes.append(note)
+        return PolicyNetwork.of(model, self._config)
+
+    def _add_references(self, load: Load, outline: bytes) -> None:
+        config, references = self._config, self._references
+        replays = self._replays and config.algorithm.ref_routing == "replay"
+        if not config.data.uses_initial_model:
+            references.add_none()
+        elif config.model.lora.enabled:
+            references.add_base(self._network, replays=replays)
+        else:
+            device = "cpu" if references.sharded else self.device
+            initial = self._make_network(build_from_outline(outline, load, device))
+            references.add_frozen(initial, replays=replays)
+            if outline:
+                copy_weights(self._network, initial, stage=self._stage)
+        for path in config.data.references[1:]:
+            dtype = zero.compute_dtype(config, self.device)
+            references.add_frozen(self._make_network(load_policy(path, dtype)))
+        for network in references.frozen if config.trainer.compile else ():
+            zero.compile_layers(network.model)
 
     @property
     def gave_up(self) -> str:
@@ -563,9 +569,3 @@ class TrainerEngine:
         self._offload.load(state=True)
         progress = self._checkpoints.load(folder)
         self.steps, self.version = progress["steps"], progress["version"]
-
-    def _make_network(self, model: PreTrainedModel) -> PolicyNetwork:
-        note = zero.use_flash4(self._config, model, self.device)
-        if note and note not in self.notes:
-            self.notes.append(note)
-        return PolicyNetwork.of(model, self._config)

@@ -6,7 +6,7 @@ policy.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -112,10 +112,14 @@ class Offload:
     """
 
     def __init__(
-        self, engine: DeepSpeedEngine, reference: nn.Module, device: torch.device, config: Config
+        self,
+        engine: DeepSpeedEngine,
+        references: Sequence[nn.Module],
+        device: torch.device,
+        config: Config,
     ) -> None:
         self._held, module = internals.HeldTensors(engine), cast(Any, engine.module)
-        self._reference, self._device = reference, device
+        self._references, self._device = nn.ModuleList(references), device
         gpu = device.type == "cuda"
         planned = trainer_memory(config, facts_of(module.model.config), gpu=gpu).parts
         # All sizes are bytes of device memory.
@@ -143,7 +147,7 @@ class Offload:
         self._buckets.offload(self._held.buckets())
         self._held.drop_gathered()
         parts = [
-            (self._frozen, [*internals.weights_of(self._reference)]),
+            (self._frozen, [*internals.weights_of(self._references)]),
             (self._rest, self._held.other_state()),
             (self._state, self._held.optimizer_state()),
             (self._weights, self._held.weights()),
@@ -189,7 +193,7 @@ class Offload:
         if need + SPARE > self._free():
             self._held.drop_gathered()
             self._buckets.offload(self._held.buckets())
-            self._frozen.offload(internals.weights_of(self._reference))
+            self._frozen.offload(internals.weights_of(self._references))
         self._empty_cache()  # avoids fragments left by activations
         self._state.load()
 

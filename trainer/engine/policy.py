@@ -432,8 +432,9 @@ class References:
     def __init__(self, device: torch.device, sharded: Mapping[str, Any] | None) -> None:
         """`sharded` is DeepSpeed's config under ZeRO-3 or expert parallelism. Every rank then has
         to call every model. Otherwise it is None, and each rank holds full copies."""
-        self._device, self._sharded = device, sharded
+        self._device, self.sharded = device, sharded
         self._models: list[_Reference | None] = []
+        self.frozen: list[PolicyNetwork] = []  # the models that have their own network
 
     def add_none(self) -> None:
         self._models.append(None)
@@ -443,11 +444,12 @@ class References:
         experts recorded by the engine."""
         network.eval().requires_grad_(False)
         network.replays_selections = False  # uses its own indexers
-        if self._sharded is None:
+        if self.sharded is None:
             forward: Any = network.to(self._device)
         else:
-            forward = initialize(network, self._sharded, self._device)
+            forward = initialize(network, self.sharded, self._device)
         self._models.append(_Reference(network, forward, replays))
+        self.frozen.append(network)
 
     def add_base(self, network: PolicyNetwork, *, replays: bool) -> None:
         """Add the initial model of a policy that trains with LoRA: its own network without the
@@ -475,7 +477,7 @@ class References:
         logp_r = torch.full(index_r.shape, torch.nan, device=index_r.device)
         for index, model in enumerate(self._models):
             used = index_r == index
-            if model is not None and (self._sharded is not None or bool(used.any())):
+            if model is not None and (self.sharded is not None or bool(used.any())):
                 logp_r = torch.where(used, model.logp(inputs), logp_r)
         return logp_r
 
