@@ -52,7 +52,7 @@ from keel.trainer.run.restarts import WorkerLost
 from keel.trainer.work_nodes import WorkNodes
 from keel.weights.sync import WeightSync
 
-Say = Callable[[str], None]
+_Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ class SftRuntime:
 @contextmanager
 def launch(
     task: Task,
-    say: Say,
+    say: _Say,
     log: Path | None = None,
     *,
     learner: bool = True,
@@ -251,7 +251,7 @@ def launch(
 
 
 @contextmanager
-def launch_sft(task: SftTask, say: Say, *, layouts: ElasticLayouts) -> Iterator[SftRuntime]:
+def launch_sft(task: SftTask, say: _Say, *, layouts: ElasticLayouts) -> Iterator[SftRuntime]:
     config = task.config
     download(config.model.path)
     with ExitStack() as stack:
@@ -284,7 +284,7 @@ def _start_cluster(
     stack: ExitStack,
     config: Config,
     models: Sequence[tuple[str, tuple[str, ...]]],
-    say: Say,
+    say: _Say,
     *,
     gpu: bool,
     layouts: ElasticLayouts | None,
@@ -323,7 +323,7 @@ def _await_engines(engines: Future[tuple[str, ...]], watchdog: Watchdog) -> tupl
 def build_scorer(
     config: Config,
     judge: JudgeService | None,
-    say: Say,
+    say: _Say,
     log: Path | None = None,
     pool: WorkerPool | None = None,
 ) -> Scorer:

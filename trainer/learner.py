@@ -187,9 +187,9 @@ class Learner:
         shares: Sequence[Sequence[TrainBatch]],
         examples: Sequence[ScoredGroup | SftExample] = (),
     ) -> StepResult:
-        """Take one optimizer step per packed batch. `shares` has a list of batches for each group
-        of ranks. `examples` are used only in messages about non-finite values. Raises OutOfMemory
-        if a step doesn't fit on a rank's GPU."""
+        """Take one optimizer step per packed batch. `shares` has a list of batches for each
+        data-parallel replica. `examples` are used only in messages about non-finite values. Raises
+        OutOfMemory if a step doesn't fit on a rank's GPU."""
         reports = self._call_with_shares("step", shares, _STEP, max(map(len, shares)))
         return self._combine_reports(reports, examples)
 
@@ -303,11 +303,11 @@ class Learner:
     def _call_with_shares(
         self, method: str, shares: Sequence[Any], what: str, times: int = 1
     ) -> list[Any]:
-        """Call `method` on every rank with the share of its group, or without arguments if there
-        are no `shares`. The deadline allows for `times` optimizer steps."""
+        """Call `method` on every rank with the share of its data-parallel replica, or without
+        arguments if there are no `shares`. The deadline allows for `times` optimizer steps."""
         began, trainer = time.monotonic(), self._config.trainer
-        # One object per group of ranks: each rank fetches its own share only.
-        shipped = [(ray_timeouts.put(share),) for share in shares] or [()] * trainer.groups
+        # One object per replica: each rank fetches its own share only.
+        shipped = [(ray_timeouts.put(share),) for share in shares] or [()] * trainer.data_parallel
         with self._order:
             refs = [
                 ray_timeouts.call(
@@ -421,8 +421,8 @@ def _error_name(error: BaseException) -> str:
 def plan_shares(
     groups: Sequence[ScoredGroup], config: Config, watched: Sequence[Segment] = ()
 ) -> list[list[PackPlan]]:
-    """Divide the completion groups among the groups of ranks. Returns a list of plans for each
-    group of ranks, one per optimizer step. `watched` are the segments to be saved."""
+    """Divide the completion groups among the data-parallel replicas. Returns a list of plans for
+    each replica, one per optimizer step. `watched` are the segments to be saved."""
     algorithm, trainer = config.algorithm, config.trainer
     models = config.data.references
     teachers = config.data.teachers_by_domain  # some of domains that are not trained on
@@ -430,7 +430,7 @@ def plan_shares(
     steps = [
         plan_packing(
             part,
-            ranks=trainer.groups,
+            ranks=trainer.data_parallel,
             micro_batch_tokens=trainer.micro_batch_tokens,
             skip_uniform_groups=algorithm.skip_uniform_groups,
             sequence_mask=algorithm.mask_delta is not None,

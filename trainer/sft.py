@@ -105,14 +105,14 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
     packed = {
         name: pack_sft(
             examples,
-            ranks=config.trainer.groups,
+            ranks=config.trainer.data_parallel,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
         )
         for name, examples in parts.heldout.items()
     }
     heldout = [
-        {name: shares[group] for name, shares in packed.items()}
-        for group in range(config.trainer.groups if packed else 0)
+        {name: shares[replica] for name, shares in packed.items()}
+        for replica in range(config.trainer.data_parallel if packed else 0)
     ]
 
     def measure() -> dict[str, Metric]:
@@ -137,7 +137,7 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
             trainer = config.trainer
             shares = pack_sft(
                 examples,
-                ranks=trainer.groups,
+                ranks=trainer.data_parallel,
                 micro_batch_tokens=trainer.micro_batch_tokens,
                 mean=config.sft.mean,
             )

@@ -72,9 +72,8 @@ class _NodeWorker:
         self._factories: dict[str, Factory] = {}
         self._closing: list[Callable[[], Awaitable[None]]] = []
         self._open: dict[int, Environment] = {}
-        self._closed: set[int] = (
-            set()
-        )  # numbers of closed episodes; closing may come before opening
+        self._closed: set[int] = set()
+        """Numbers of closed episodes. An episode may be closed before it is opened."""
 
     async def start(self, *settings: Any) -> str:
         """Start the workers. Returns the reason why this node can't run them, or "" if it can."""

@@ -154,6 +154,7 @@ class TrainerConfig(Section):
         self.require(self.min_lr <= self.lr, "min_lr", rule)
 
     @property
-    def groups(self) -> int:
-        """Number of rank groups. The ranks in a group split the tokens of each micro-batch."""
+    def data_parallel(self) -> int:
+        """Number of data-parallel replicas. `sequence_parallel` ranks form a replica, and split the
+        tokens of each of its micro-batches."""
         return self.ranks // self.sequence_parallel

@@ -72,14 +72,14 @@ from keel.trainer.run.manifest import Entry
 from keel.trainer.run.restarts import UpdateOutOfMemory
 from keel.weights.channel import Bucket, FlatBucket, in_host_memory
 
-MIB = 2**20
+_MIB = 2**20
 _CUT = 4
 """A sampling mask counts as possibly cut by top-k if it has more than 1/`_CUT` of the ids that
 top-k allows. Top-k is applied before top-p, but it makes no difference where a few ids hold nearly
 all of the probability."""
 
 
-class SplitGaps:
+class _SplitGaps:
     """The mean of log π_old − log π_θ for each of the P trajectories that are split across
     micro-batches or ranks. The sequence mask needs the means from before the optimizer step."""
 
@@ -368,7 +368,7 @@ class TrainerEngine:
         self,
         micro_batch: MicroBatch,
         batch: TrainBatch,
-        gaps: SplitGaps,
+        gaps: _SplitGaps,
         tracer: NanTracer | None = None,
     ) -> Callable[[], dict[str, Metric]]:
         """Add a micro-batch's gradients to those of the step. Returns a function that waits for the
@@ -432,7 +432,7 @@ class TrainerEngine:
         logp: Tensor,
         reference: Tensor | None,
         total_sequences: int,
-        gaps: SplitGaps,
+        gaps: _SplitGaps,
     ) -> LossOutput:
         if micro_batch.loss == "nll":
             return nll_loss(
@@ -486,9 +486,9 @@ class TrainerEngine:
             output: PolicyOutput = self._engine(inputs=inputs)
         return inputs, inputs.gather(output.logp, None)[0], output.held
 
-    def _split_gaps(self, batch: TrainBatch) -> SplitGaps:
+    def _split_gaps(self, batch: TrainBatch) -> _SplitGaps:
         """Score the batch's split trajectories ahead of an optimizer step. Collective."""
-        gaps = SplitGaps(batch, self.device)
+        gaps = _SplitGaps(batch, self.device)
         for micro_batch in batch.scored_first:
             gaps.add(*self._score(micro_batch)[:2])
         if batch.scored_first:
@@ -542,7 +542,7 @@ class TrainerEngine:
         self._offload.offload(weights=False)
         if requested:
             dtype = getattr(torch, self._config.engine_dtype)
-            yield from self._weights.buckets(dtype, self._config.trainer.publish_bucket_mib * MIB)
+            yield from self._weights.buckets(dtype, self._config.trainer.publish_bucket_mib * _MIB)
         else:
             self._weights.gather_along()
         self._offload.offload(weights=True)

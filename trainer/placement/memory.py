@@ -175,7 +175,7 @@ def count_micro_batches(config: Config, ranks: int = 0, capacity: int = 0) -> tu
     a, context = config.algorithm, config.max_context
     groups = -(-a.prompts_per_step // a.updates_per_batch)
     shared = min(context, config.data.max_prompt_tokens) if config.trainer.share_prompts else 0
-    ranks = ranks or config.trainer.groups
+    ranks = ranks or config.trainer.data_parallel
     count, tokens = estimate_packing(
         groups,
         a.group_size,

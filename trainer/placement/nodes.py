@@ -316,10 +316,12 @@ def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterato
                 groups: list[tuple[Sequence[Seat], PlacementGroup]] = []
                 for seats in _seats_of_groups(placement):
                     group = bounded(partial(_create_group, seats), CALL_S, "take a reservation")
-                    stack.callback(_remove_group, group)
+                    remove = partial(remove_placement_group, group)
+                    stack.callback(ray_timeouts.clean_up, remove, CALL_S, "give up a reservation")
                     groups.append((seats, group))
                 granted = min(time.monotonic() + _GRANT_S, end)
-                if all(_is_granted(group, granted) for _, group in groups):
+                waits = (partial(g.wait, max(0.0, granted - time.monotonic())) for _, g in groups)
+                if all(bounded(wait, CALL_S, "report reservations") for wait in waits):
                     yield Reservation(placement=placement, groups=groups)
                     return
         if time.monotonic() + _POLL_S >= end:
@@ -351,15 +353,6 @@ def _create_group(seats: Sequence[Seat]) -> PlacementGroup:
             bundles[-1:] = [{"CPU": 1.0, "GPU": 1.0}, *[{"GPU": 1.0}] * (seat.gpus - 1)]
         nodes += [{"ray.io/node-id": seat.node.id}] * (len(bundles) - len(nodes))
     return placement_group(bundles, strategy="PACK", bundle_label_selector=nodes)
-
-
-def _is_granted(group: PlacementGroup, end: float) -> bool:
-    wait = partial(group.wait, max(0.0, end - time.monotonic()))
-    return bounded(wait, CALL_S, "report reservations")
-
-
-def _remove_group(group: PlacementGroup) -> None:
-    ray_timeouts.clean_up(partial(remove_placement_group, group), CALL_S, "give up a reservation")
 
 
 class _Downloader:

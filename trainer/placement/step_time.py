@@ -212,9 +212,9 @@ def sft_seconds(config: Config, facts: ModelFacts, spec: GpuSpec) -> float:
     tokens."""
     sft, trainer, rates = config.sft, config.trainer, Rates()
     each = (sft.tokens_per_step or sft.max_context_tokens * sft.step_contexts) / sft.step_contexts
-    most = each * math.ceil(sft.step_contexts / trainer.groups)  # of a rank
+    most = each * math.ceil(sft.step_contexts / trainer.data_parallel)  # of a rank
     micro_batches = math.ceil(most / max(trainer.micro_batch_tokens, config.max_context))
-    tokens = math.ceil(most * trainer.groups)
+    tokens = math.ceil(most * trainer.data_parallel)
     compute = compute_seconds(config, facts, tokens, micro_batches, spec, rates)
     launch = rates.launch_seconds(config, facts, micro_batches)
     return max(compute, launch) + traffic_seconds(config, facts, micro_batches, spec)

@@ -77,7 +77,9 @@ def learning(stage: int, *, model: str = "untied", **changes: object) -> Scenari
 
         def packed(seed: int):
             return pack_sft(
-                lessons(seed), ranks=trainer.groups, micro_batch_tokens=trainer.micro_batch_tokens
+                lessons(seed),
+                ranks=trainer.data_parallel,
+                micro_batch_tokens=trainer.micro_batch_tokens,
             )[local]
 
         def measured() -> dict[str, float]:
