@@ -24,7 +24,7 @@ from keel.trainer.placement.nodes import detect_hardware, reserve_gpus, start_ra
 from keel.trainer.placement.watchdog import start_watchdog
 from keel.trainer.prepare import PlannedModel, load_prompts, plan_model
 from keel.trainer.run import checkpoint
-from keel.trainer.run.trajectory_files import BATCHES, list_batches, read_batch, step_of
+from keel.trainer.run.bad_batches import BATCHES, list_batches, read_batch, step_of
 
 
 def replay(run: str, words: Sequence[str]) -> None:

@@ -26,12 +26,13 @@ from keel.trainer.placement.nodes import planned_hardware
 from keel.trainer.placement.step_time import token_flops
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.prepare_sft import SftTask, prepare_pretraining, prepare_sft
+from keel.trainer.run.bad_batches import save_batch
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import CostRates
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import CollectiveTimeout, WorkerLost
 from keel.trainer.run.signals import FIRST, NOTHING_YET, Interrupt
-from keel.trainer.run.trajectory_files import TokenFile, TokenTexts, save_batch
+from keel.trainer.run.trajectory_files import TokenFile, TokenTexts
 from keel.trainer.run.view import View
 from keel.trainer.session import open_journal, restore_data, run_with_restarts, save_checkpoint
 from keel.trainer.sft import SftParts, fit

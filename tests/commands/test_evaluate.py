@@ -21,9 +21,9 @@ from keel.rl.metrics import Mean, Sum
 from keel.rl.types import Group, Prompt, ScoredGroup, StepResult, Trajectory
 from keel.trainer.prepare import prepare
 from keel.trainer.run import checkpoint
+from keel.trainer.run.bad_batches import save_batch
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.trajectory_files import save_batch
 from tests.data.test_pass_rate_filter import scored as scored_with
 from tests.rl.rollouts import prompt, scored, segment, trajectory
 

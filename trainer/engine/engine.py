@@ -72,7 +72,7 @@ from keel.trainer.run.manifest import Entry
 from keel.trainer.run.restarts import UpdateOutOfMemory
 from keel.weights.channel import Bucket, FlatBucket, in_host_memory
 
-_MIB = 2**20
+MIB = 2**20
 _CUT = 4
 """A sampling mask counts as possibly cut by top-k if it has more than 1/`_CUT` of the ids that
 top-k allows. Top-k is applied before top-p, but it makes no difference where a few ids hold nearly
@@ -542,7 +542,7 @@ class TrainerEngine:
         self._offload.offload(weights=False)
         if requested:
             dtype = getattr(torch, self._config.engine_dtype)
-            yield from self._weights.buckets(dtype, self._config.trainer.publish_bucket_mib * _MIB)
+            yield from self._weights.buckets(dtype, self._config.trainer.publish_bucket_mib * MIB)
         else:
             self._weights.gather_along()
         self._offload.offload(weights=True)

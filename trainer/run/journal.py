@@ -22,8 +22,9 @@ from keel.configs.schema import AlarmsConfig
 from keel.rl.metrics import Metric, values
 from keel.rl.records import scored_record
 from keel.rl.types import ScoredGroup
+from keel.trainer.run.bad_batches import BATCHES
 from keel.trainer.run.manifest import sync
-from keel.trainer.run.trajectory_files import BATCHES, TOKENS, TokenFile, choose_trajectories
+from keel.trainer.run.trajectory_files import TOKENS, TokenFile, choose_trajectories
 from keel.trainer.run.view import View
 
 EVENTS = "events.jsonl"

@@ -21,6 +21,7 @@ from keel.rl.metrics import Mean, Sum
 from keel.rl.types import ScoredGroup, Segment, TokenNumbers, Usage, Verdict
 from keel.rollout.engine.worker import attach, detach
 from keel.rollout.spec import GroupRequest
+from keel.trainer.run.bad_batches import list_batches, read_batch, save_batch
 from keel.trainer.run.journal import (
     _ALARMS,
     _BELOW,
@@ -31,13 +32,7 @@ from keel.trainer.run.journal import (
     cost_rows,
     costs_of,
 )
-from keel.trainer.run.trajectory_files import (
-    TokenFile,
-    TokenTexts,
-    list_batches,
-    read_batch,
-    save_batch,
-)
+from keel.trainer.run.trajectory_files import TokenFile, TokenTexts
 from keel.trainer.run.view import View, _LiveView
 from tests.rl.rollouts import finished, kept_of, logp_old_of, scored, segment, trajectory
 
