@@ -377,7 +377,7 @@ def test_step_is_repeated_in_smaller_micro_batches(
     half = replace(roomy, trainer=replace(roomy.trainer, micro_batch_tokens=48))
     straight = Local(folder / "untied", half)
     expected = [straight.step(each) for each in groups]
-    calls, accumulate = count(), TrainerEngine._accumulate
+    calls, accumulate = count(), TrainerEngine._forward_backward
 
     def tight(self: TrainerEngine, *arguments: Any, **options: Any) -> Any:
         result = accumulate(self, *arguments, **options)
@@ -385,7 +385,7 @@ def test_step_is_repeated_in_smaller_micro_batches(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return result
 
-    monkeypatch.setattr(TrainerEngine, "_accumulate", tight)
+    monkeypatch.setattr(TrainerEngine, "_forward_backward", tight)
     saved, output = tmp_path / _CACHE_FILE, list[str]()
     saved.write_text('{"values": {"trainer.micro_batch_tokens": 96}, "hardware": {}}')
     learner, recovery = Local(folder / "untied", roomy), OomRecovery(config=roomy, folder=tmp_path)
