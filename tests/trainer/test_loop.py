@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -446,44 +445,6 @@ def test_next_batch_waits_for_the_weights() -> None:
     assert len(world.asked) == 2
     update.set_result(None)
     assert list(world.asked) == ["p0", "p1", "p2", "p3"]
-
-
-class Alarm(threading.Condition):
-    """A clock that advances only during waits; each wait delivers the next group."""
-
-    def __init__(self, world: FakeRequests, durations: Random) -> None:
-        super().__init__(threading.RLock())
-        self.world, self.random, self.now = world, durations, 0.0
-        self.ends: dict[str, float] = {}
-        self.durations: dict[str, float] = {}
-
-    def begin(self, asked: Prompt) -> Future[Group]:
-        name = asked.prompt_id
-        self.durations[name] = self.random.lognormvariate(0, 1.2)
-        self.ends[name] = self.now + self.durations[name]
-        return self.world.sample(asked)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        name = min(self.ends, key=lambda name: self.ends[name])
-        self.now = self.ends.pop(name)
-        self.world.judged[name] = Future()
-        self.world.judged[name].set_result(finished(name))
-        self.world.sampled(name)
-        return True
-
-
-@pytest.mark.parametrize("lag", [0, 1, 3])
-def test_trained_lengths_equal_sampled_lengths(lag: int) -> None:
-    world = FakeRequests(steps=150, max_lag=lag)
-    alarm = Alarm(world, Random(lag))
-    world.feed._changed, world.feed._sample = alarm, alarm.begin
-    world.feed.open()
-    trained: list[str] = []
-    for step in range(1, 151):
-        trained += world.take()
-        if step < 150:
-            world.feed.track_adoption(step, done())
-    assert trained == list(alarm.durations) and len(trained) == 300
 
 
 def test_closing_cancels_and_keeps_the_position() -> None:

@@ -9,7 +9,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,6 @@ from keel.agents.endpoint.server import Endpoint, McpTools
 from keel.agents.runner import EpisodeKind, EpisodeRunner
 from keel.agents.types import NoEnvironment
 from keel.rewards.sandbox.environments import find_runtime
-from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import ENVIRONMENT, Group, Prompt, Purpose, Verdict
 from tests.agents.endpoint import kit
 from tests.agents.endpoint.kit import check_law, recorder_of
@@ -231,26 +229,6 @@ def test_environment_opens_the_task_and_grades() -> None:
     assert verdicts == [Verdict(parts={"correct": 1.0}), Verdict(parts={"correct": 0.0})]
     assert lost.dropped == ("environment, at verdict: ended with SIGSEGV",)
     assert all(environment.log[-2:] == ["verdict stop", "close"] for environment in environments)
-
-
-@pytest.mark.parametrize("how", ["cancel", "close"])
-def test_cancelled_group_leaves_nothing(how: str) -> None:
-    futures: list[Future[TurnResult]] = []
-    begun = threading.Event()
-
-    def turns(request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
-        futures.append(Future())
-        begun.set()
-        return futures[-1]
-
-    with running(turns, {"p": "ask()"}) as runner:
-        group = runner.submit(task("p"), group_size=2, purpose="train")
-        assert begun.wait(PATIENCE_S)
-        if how == "cancel":
-            assert group.cancel()
-    with pytest.raises(CancelledError):
-        group.result(PATIENCE_S)
-    assert all(future.cancelled() for future in futures)
 
 
 CALL = """

@@ -26,15 +26,13 @@ from keel.model.tiny.build import _content_key, build_model, ensure_tiny_model
 from keel.model.tiny.cold_start import (
     TAUGHT,
     Curriculum,
-    _conversation_ids,
     _ExamplePair,
     _format_solution,
     _MaskedIds,
     make_examples,
     train,
 )
-from keel.model.tiny.tokenizer import TURN_END, build_tokenizer
-from keel.rollout.chat.chat import TemplateChat
+from keel.model.tiny.tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer()
 SPELLING = SourceConfig(name="spelling", source="reasoning_gym", task="spell_backward", size=8)
@@ -186,42 +184,6 @@ def test_content_key_covers_what_weights_depend_on() -> None:
     assert len(keys) == 9
     assert key(replace(TINY, cache_dir="elsewhere", index_top_k=5)) == key()
     assert key(heldout=("a", "b")) == key(heldout=("b", "a", "b"))
-
-
-@pytest.mark.parametrize(("thinking", "inside"), [(True, False), (False, False), (True, True)])
-def test_ids_equal_those_of_a_rollout(thinking: bool, inside: bool) -> None:
-    chat = TemplateChat(TOKENIZER, tools_in_thinking=inside)
-    for level in (0, 1):
-        for pair in trip_demonstrations(5, seed=2, arguments={"level": level}):
-            ids, learned = _conversation_ids(
-                TOKENIZER, pair.worked, pair.tools, thinking=thinking, tools_in_thinking=inside
-            )
-            context = chat.opening(pair.worked[:1], pair.tools, thinking=thinking)
-            results = [message for message in pair.worked if message["role"] == "tool"]
-            turns = [message for message in pair.worked if message["role"] == "assistant"]
-            end = 0
-            for turn in range(len(results) + 1):
-                start = len(context)
-                assert ids[:start] == context and not learned[start - 1] and learned[start]
-                end = start + learned[start:].index(False) if False in learned[start:] else len(ids)
-                sampled = ids[start:end]
-                assert TOKENIZER.decode(sampled[-1]) == TURN_END
-                parsed = chat.parse(
-                    sampled,
-                    pair.tools,
-                    thinking=thinking,
-                    turn=turn,
-                    in_thinking=inside and turn > 0,
-                )
-                assert parsed.in_thinking == inside
-                function = turns[turn]["tool_calls"][0]["function"]
-                (call,) = parsed.calls
-                assert call.name == function["name"]  # pyright: ignore
-                assert call.arguments == function["arguments"]  # pyright: ignore
-                if turn < len(results):
-                    extended = chat.extend([*context, *sampled], [results[turn]], thinking=thinking)
-                    context = extended
-            assert end == len(ids)
 
 
 QUESTION = [{"role": "user", "content": "1 + 1 ="}]

@@ -202,12 +202,6 @@ def test_right_answers_pass_in_other_forms(task: str) -> None:
     assert full >= 4
 
 
-def test_gsm_answers_hold_one_number() -> None:
-    verifier = verifier_for(spec_of("gsm_symbolic", "20"))
-    for text in ("20 or so", "20 or 30", "20 30", "not 20", "20, 30", "-20", "20x", "20 / 7"):
-        assert not passed(score(verifier, text)), text
-
-
 def test_an_unsolved_integral_may_be_the_known_answer() -> None:
     known = "3*Integral(x**3*cos(3*x), x) + C"
     verifier = verifier_for(
