@@ -196,7 +196,7 @@ def test_command_writes_tasks(tmp_path: Path) -> None:
     prompts = [item.prompt for item in load_jsonl(source, check_spec).items]
     files = prompts[0].reward["environment"]["files"]
     assert files.keys() == {"orders.csv", "products.json"}
-    assert write_tables([str(path)]) == 2  # the file exists
+    assert write_tables([str(path), "--count", "1"]) == 2  # the file exists
     other = tmp_path / "other.jsonl"
     assert write_tables([str(other), "--count", "3"]) == 0  # a random seed
     assert json.loads(other.read_text().splitlines()[0]) != some()[0]
