@@ -1,60 +1,11 @@
-"""Faults of `benchmarks.chaos`, and which differences they excuse."""
+"""Differences that `benchmarks.chaos` excuses."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 from benchmarks.chaos.faults import Fault
-from benchmarks.chaos.means import Preload, preload_unavailable
 from benchmarks.chaos.outcome import compared
-
-HOUR_S = 3600.0
-CLOCKS = """
-import os, threading, time
-wall, since, timer = time.time(), time.monotonic(), threading.Event()
-print("ready", flush=True)
-input()
-print(time.time() - wall - (time.monotonic() - since))
-before = time.monotonic()
-timer.wait(0.3)
-print(time.monotonic() - before)
-took = []
-for _ in range(5):  # the disk may have others to serve
-    before = time.monotonic()
-    with open(PATH, "w") as file:
-        os.fsync(file.fileno())
-    took.append(time.monotonic() - before)
-print(min(took))
-"""
-
-
-@pytest.mark.e2e
-@pytest.mark.skipif(bool(preload_unavailable()), reason=preload_unavailable())
-def test_clock_jump_and_slow_sync_are_isolated(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    faults = Preload(tmp_path, folder)
-    for path, slow in ((folder / "file", True), (tmp_path / "other", False)):
-        faults.slow(write_s=0, sync_s=0)
-        command = [sys.executable, "-c", CLOCKS.replace("PATH", repr(str(path)))]
-        pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-        env = {**os.environ, **faults.environment}
-        with subprocess.Popen(command, env=env, text=True, **pipes) as process:
-            assert process.stdout and process.stdin
-            assert process.stdout.readline() == "ready\n"
-            faults.jump(-HOUR_S)
-            faults.slow(write_s=0, sync_s=0.5)
-            output, _ = process.communicate("\n", timeout=60)
-        jumped, waited, synced = map(float, output.split())
-        assert jumped == pytest.approx(-HOUR_S, abs=1)
-        assert 0.3 <= waited < HOUR_S / 2
-        assert (synced >= 0.5) is slow
-    assert faults.ahead_s == -2 * HOUR_S
 
 
 def test_lost_score_may_change_later_steps(tmp_path: Path) -> None:
