@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,8 +15,8 @@ import pytest
 from websockets.sync.client import connect
 
 from keel.commands.report.folders import read_folder
-from keel.commands.report.page import _Server, report
-from tests.commands.report.runs import ATTACKS, BREAKS, group_of, write_run, write_step
+from keel.commands.report.page import report
+from tests.commands.report.runs import BREAKS, write_run
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), "")
@@ -114,38 +113,23 @@ pytestmark = [
 SAMPLED = '<think>Let me add.</think>I call.<tool_call>{"name": "add"}</tool_call>It is 3.'
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("browser")) as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("runs") / f"a<b>&%{{x}} {BREAKS}")
-
-
-@pytest.fixture
-def opened(browser: Browser, folder: Path) -> Iterator[Browser]:
-    report([str(folder)], str(folder.parent / "report.html"))
-    browser.errors.clear()
-    browser.open((folder.parent / "report.html").as_uri())
-    yield browser
-    unbroken(browser)
-
-
-def unbroken(browser: Browser) -> None:
-    assert browser.errors == []
-    assert browser.js("document.title").endswith("· Keel")
-    bad = "script, img, iframe, object, embed, svg a, [onerror], [onload], [onclick]"
-    assert browser.texts(f"#view :is({bad})") == []
-    links = browser.js("[...document.links].map((one) => one.protocol)")
-    assert set(links) <= {"file:", "http:"}
-
-
 def place(folder: Path, prompt: str) -> int:
     groups = read_folder(folder)[0].groups
     return next(at for at, group in enumerate(groups) if group.prompt.startswith(prompt))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path / f"a<b>&%{{x}} {BREAKS}")
+
+
+@pytest.fixture
+def opened(tmp_path: Path, folder: Path) -> Iterator[Browser]:
+    report([str(folder)], str(tmp_path / "report.html"))
+    with Browser(tmp_path / "browser") as browser:
+        browser.open((tmp_path / "report.html").as_uri())
+        yield browser
+        assert browser.errors == []
 
 
 def test_tokens_with_their_numbers(opened: Browser, folder: Path) -> None:
@@ -177,44 +161,3 @@ def test_tokens_with_their_numbers(opened: Browser, folder: Path) -> None:
     for line in ("log-probability  -0.5", "ratio π_θ/π_old  1.105", "routing overlap  0.5"):
         assert line in tip
     assert "version of the weights  7" in tip and "advantage  0.5" in tip
-
-
-def test_trajectory_cannot_inject_markup(opened: Browser, folder: Path) -> None:
-    for attack in ATTACKS:
-        shown_text = attack.encode(errors="replace").decode()
-        opened.show(view="read", group=place(folder, attack[:-1]), open=1)
-        assert "".join(opened.texts(".member:last-child .said span")) == shown_text
-        assert any(attack[:20] in text for text in opened.texts("h2"))
-        assert any(attack[:20] in text for text in opened.texts(".list a"))
-        unbroken(opened)
-    # Had one got through, the page's policy would have stopped it.
-    opened.js(
-        "const made = document.createElement('script');"
-        f'made.textContent = "{BREAKS}"; document.body.append(made); made.remove(); 0'
-    )
-    assert any("Content Security Policy" in error for error in opened.errors)
-    opened.errors.clear()
-
-
-def test_live_page_follows_the_run(browser: Browser, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    browser.errors.clear()
-    with _Server([str(folder)], 0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            browser.open(server.url)
-            browser.show(view="read", group=place(folder, "sums"))
-            assert len(browser.texts(".member")) == 2
-            before = len(browser.texts(".list a"))
-            write_step(folder, 4, [group_of("the newest", ["a", "b"], [1, 0])])
-            browser.wait(f"document.querySelectorAll('.list a').length === {before + 1}")
-            assert "the newest" in browser.texts(".list a")[0]
-            run = "keel.runs[0]"
-            assert browser.js(f"{run}.steps") == [0, 1, 2, 3, 4]
-            assert browser.js(f"{run}.metrics['time/rollout'].at") == [0, 1, 2, 3, 4]
-            unbroken(browser)
-        finally:
-            browser.call("Page.navigate", url="about:blank")
-            server.shutdown()
-            thread.join(60)

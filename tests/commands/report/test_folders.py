@@ -98,21 +98,6 @@ def test_changed_knobs_match_the_recipe(tmp_path: Path) -> None:
     assert {*run.changed} - {*again.changed} == {"rollout.engines"}
 
 
-def test_agents_evaluation_plots_score_by_steps(tmp_path: Path) -> None:
-    folder = write_evaluation(tmp_path / "eval")
-    path = folder / "samples.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        for turns, one in enumerate(line["samples"], start=2):
-            one["turns"] = turns
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run, _ = read_folder(folder)
-    assert run.steps == [2, 5, 8]
-    assert run.metrics["eval/sums: recipe/score by steps"] == [pytest.approx(1 / 3), None, None]
-    wider = run.metrics["eval/sums: parallel-fewest-step/score by steps"]
-    assert wider[0] == pytest.approx(1 / 3) and wider[2] == 0.0
-
-
 class Parsed(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
