@@ -297,32 +297,3 @@ def test_nan_rows_are_flagged(many: bool) -> None:
     assert drawn.logp.isnan()[:, 0].tolist() == [True] * 4 + [False]
     assert ((drawn.tokens >= 0) & (drawn.tokens < VOCABULARY)).all()
     assert drawn.masks is not None and (drawn.masks.counts <= 512).all()
-
-
-def test_tokens_come_as_often_as_they_should() -> None:
-    from keel.rollout.vllm_fast.sample_kernels import Truncation, draw
-
-    draws, vocabulary = 512, 64
-    chance = torch.tensor([0.3, 0.25, 0.15, 0.1, 0.08, 0.07, 0.03, 0.02])
-    row = torch.full((vocabulary,), -20.0)
-    ids = torch.tensor([40, 3, 63, 0, 17, 22, 9, 10])
-    temperature = 0.8
-    row[ids] = chance.log() * temperature
-    drawn = draw(
-        row.expand(draws, -1).contiguous().to(DEVICE),
-        torch.zeros(draws, dtype=torch.int32, device=DEVICE),
-        torch.arange(draws, device=DEVICE),
-        sampled=torch.ones(draws, dtype=torch.int32, device=DEVICE),
-        temperature=torch.tensor([temperature], device=DEVICE),
-        seeds=torch.tensor([11], device=DEVICE),
-        width=7,
-        record=False,
-        truncation=Truncation(
-            torch.tensor([7], dtype=torch.int32, device=DEVICE), torch.tensor([0.95], device=DEVICE)
-        ),
-    )
-    kept = ids[:6]
-    counts = torch.bincount(drawn.tokens.cpu()[:, 0], minlength=vocabulary)[kept].double()
-    assert counts.sum() == draws
-    expected = draws * chance[:6].double() / chance[:6].sum()
-    assert ((counts - expected) ** 2 / expected).sum() < 20.5  # 5 degrees of freedom: p = 0.001
