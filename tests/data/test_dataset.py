@@ -108,12 +108,14 @@ def test_long_prompts() -> None:
     assert max(map(len, trained(dataset))) <= limit
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_every_recipe_of_the_page_is_read(tmp_path: Path) -> None:
-    blocks = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) >= 5
+def test_every_recipe_of_the_pages_is_read(tmp_path: Path) -> None:
+    pages = [(DOCS / name).read_text() for name in ("data.md", "sft.md")]
+    ours, others = (re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) for page in pages)
+    blocks = [*ours, *(block for block in others if "data:" in block)]
+    assert len(blocks) >= 6
     for number, block in enumerate(blocks):
         recipe = tmp_path / f"{number}.yaml"
         recipe.write_text(block)

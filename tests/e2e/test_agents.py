@@ -1,6 +1,6 @@
-"""A policy with tools, driven by Keel and by an agent program, through a lost engine and two stops.
+"""A policy with tools, driven by Keel and by an agent program; a lost engine and a preemption.
 
-It calls tools inside its thinking; the policies of test_mixed.py call them after it."""
+It calls tools inside its thinking; the policies of test_in_process.py call them after it."""
 
 import gzip
 import json
@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import pytest
 
 from keel.rewards.sandbox.environments import environment_wrap
 from keel.rewards.sandbox.sandbox import IsolationError
-from keel.trainer.run.checkpoint import latest, step_of
 from keel.trainer.run.signals import PREEMPTED
 from keel.trainer.run.trajectory_files import TOKENS
 from tests.agents.sandboxes import commands
@@ -81,7 +80,9 @@ def recipe(folder: Path) -> list[str]:
         *(f"model.tiny.cold_start.{k}" for k in ("steps=40", "batch_size=40", "questions=512")),
         f"model.tiny.cold_start.max_seconds={DEADLINE_S}",
         "agents.tools_in_thinking=true",
-        "run.checkpoint_every=1",
+        "run.checkpoint_every=0",
+        f"run.grace_s={DEADLINE_S}",
+        *("rollout.engines=2", "rollout.time_share=true"),
         "run.save_trajectories=8",  # of each group
         f"data.sources={json.dumps(sources)}",
         *("algorithm.prompts_per_step=4", "algorithm.group_size=4", "rewards.workers=1"),
@@ -130,55 +131,38 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def start(tmp_path: Path, scratch: Path) -> Iterator[Callable[..., Watched]]:
-    started: list[Watched] = []
-
-    def begin(*knobs: str) -> Watched:
-        run = Running([*recipe(tmp_path), *knobs], tmp_path / f"log{len(started)}.txt")
-        started.append(Watched(run))
-        return started[-1]
-
-    yield begin
-    for watched in started:
-        watched.run.kill()
+def watched(tmp_path: Path, scratch: Path) -> Iterator[Watched]:
+    watched = Watched(Running(recipe(tmp_path), tmp_path / "log.txt"))
+    yield watched
+    watched.run.kill()
 
 
-def test_policy_with_tools_survives_faults_and_resumes(
-    tmp_path: Path, scratch: Path, start: Callable[..., Watched]
-) -> None:
+def test_policy_with_tools_survives_faults(tmp_path: Path, scratch: Path, watched: Watched) -> None:
     folder = tmp_path / "run"
 
-    def steps() -> list[dict[str, Any]]:
-        return metrics(folder)
-
-    def reach(count: int, run: Running) -> None:
-        run.wait(lambda: len(steps()) >= count, f"{count} steps")
-        assert run.process.poll() is None, run.output()
-
-    def nothing_left(watched: Watched) -> None:
-        assert watched.survivors() == []
-        words = str(tmp_path / "program").encode()
-        wait_until(lambda: not commands(words), "the end of all programs")
-        # Ray keeps its logs, and vLLM its rendezvous file.
-        assert not [p for p in scratch.iterdir() if not p.name.startswith(("ray", "vllm_dist_"))]
+    def reach(count: int) -> None:
+        watched.run.wait(lambda: len(metrics(folder)) >= count, f"{count} steps")
+        assert watched.run.process.poll() is None, watched.run.output()
 
     # An engine that is killed during episodes is restarted.
-    patient = ("run.checkpoint_every=0", f"run.grace_s={DEADLINE_S}")
-    watched = start("rollout.engines=2", "rollout.time_share=true", *patient)
-    reach(2, watched.run)
+    reach(2)
     wait_until(watched.environments, "open episodes")
     os.kill(watched.run.engine_pids()[0], signal.SIGKILL)
     events = folder / "events.jsonl"
     restarted = '"kind": "engine"'
     wait_until(lambda: events.exists() and restarted in events.read_text(), "a new engine")
-    reach(len(steps()) + 1, watched.run)
+    reach(len(metrics(folder)) + 1)
     # A scheduler's signal to the whole job drops open episodes and saves a checkpoint.
     wait_until(watched.environments, "open episodes")
     watched.run.signal_all(signal.SIGUSR1)
     watched.run.signal_all(signal.SIGTERM)
     output = watched.run.finish(PREEMPTED)
-    nothing_left(watched)
-    done = steps()
+    assert watched.survivors() == []
+    words = str(tmp_path / "program").encode()
+    wait_until(lambda: not commands(words), "the end of all programs")
+    # Ray keeps its logs, and vLLM its rendezvous file.
+    assert not [p for p in scratch.iterdir() if not p.name.startswith(("ray", "vllm_dist_"))]
+    done = metrics(folder)
     reached = done[-1]["step"]
     (checkpoint,) = (folder / "checkpoints").iterdir()
     assert checkpoint.name == f"step_{reached:06d}" and "Traceback" not in output
@@ -193,25 +177,6 @@ def test_policy_with_tools_survives_faults_and_resumes(
     assert program
     for sample in program:
         assert (sample["usage"]["turns"], sample["usage"]["calls"]) == (2, 0)
-
-    # Resumed, then stopped twice at once. It is suspended meanwhile, or the step could end before
-    # the second signal.
-    watched = start("rollout.engines=1")
-    process = watched.run.process
-
-    def saved() -> int:
-        newest = latest(folder / "checkpoints")
-        return step_of(newest) if newest else 0
-
-    watched.run.wait(lambda: saved() > reached, "another checkpoint")
-    wait_until(watched.environments, "open episodes")
-    for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGHUP, signal.SIGCONT):
-        process.send_signal(number)
-    assert "SIGHUP" in watched.run.finish(PREEMPTED)
-    nothing_left(watched)
-    done = steps()
-    assert [step["step"] for step in done] == list(range(len(done)))
-    assert done[-1]["step"] - saved() in (0, 1)
 
     for step in done[1:]:
         assert step["agents/turns_mean"] >= 1 and step["agents/calls_mean"] > 0

@@ -1,5 +1,5 @@
 """Hybrid models: packed training with and without flash-linear-attention, and engine against
-trainer. `tests/e2e/test_hybrid.py` runs whole steps, on GPUs, too."""
+trainer. `tests/e2e/test_in_process.py` runs whole steps on a CPU."""
 
 from copy import deepcopy
 from pathlib import Path
