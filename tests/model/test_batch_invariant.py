@@ -210,11 +210,6 @@ def test_variants_must_be_bit_identical(
     assert taken() is expected[differs]
 
 
-def test_row_classes_have_one_tile_height() -> None:
-    for rows in range(1, 1025):
-        assert 1 << vllm_kernels._log2_ceil(rows) == 1 << (rows - 1).bit_length()
-
-
 @pytest.mark.parametrize("same", [False, True])
 def test_norms_must_be_bit_identical(gpu: SimpleNamespace, same: bool) -> None:
     def plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.rl import prefix_sharing
 from keel.rl.packing import MicroBatch, TrainBatch, split_updates
 from keel.rl.prefix_sharing import balance
 from keel.rl.types import NO_ROUTE, ScoredGroup, Segment
@@ -84,16 +83,6 @@ def test_groups_have_equal_weight(seed, ranks, capacity, updates, skip) -> None:
             for one in micro_batches(batches)
         ]
         assert sum(weights) == pytest.approx(batches[0].total_sequences)
-
-
-@settings(deadline=None, max_examples=15)
-@given(st.integers(1, 40), st.integers(1, 40))
-def test_equal_groups_have_weight_one(groups, size) -> None:
-    answer = trajectory(segment())
-    made = [scored([answer] * size, [0.0] * size) for _ in range(groups)]
-    for batch in pack(made, ranks=1, micro_batch_tokens=10_000):
-        for micro_batch in batch.micro_batches:
-            assert (micro_batch.sequence_weight_S == 1).all()
 
 
 @settings(deadline=None, max_examples=15)
@@ -181,20 +170,6 @@ def test_idle_ranks_get_padding_with_zero_loss() -> None:
     assert not grad.any()
 
 
-def test_positions_and_segments() -> None:
-    two = trajectory(segment(0, 3), segment(10, 2))
-    group = scored([two, trajectory(segment(20, 2), sibling=1)], [0, 1])
-    (batch,) = pack([group], ranks=1, micro_batch_tokens=50)
-    (micro_batch,) = batch.micro_batches
-    assert micro_batch.token_ids_N.tolist() == [0, 1, 2, 10, 11, 20, 21]
-    assert micro_batch.position_N.tolist() == [0, 1, 2, 0, 1, 0, 1]
-    assert micro_batch.segment_N.tolist() == [0, 0, 0, 1, 1, 2, 2]
-    assert micro_batch.sequence_N.tolist() == [0, 0, 0, 0, 0, 1, 1]
-    assert micro_batch.sequence_tokens_S.tolist() == [3, 1]
-    assert micro_batch.routes_NLK is None
-    assert micro_batch.sampling_mask is None
-
-
 @pytest.mark.parametrize("count", range(1, 14))
 def test_idle_groups_are_spread_over_updates(count: int) -> None:
     same = finished("same", (1.0, 1.0))
@@ -217,18 +192,6 @@ def test_empty_groups_make_no_updates() -> None:
     assert split_updates([lost], 2) == []
 
 
-@settings(deadline=None, max_examples=20)
-@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 4), st.integers(1, 100))
-def test_balance_places_every_item_once(tokens, ranks, capacity) -> None:
-    plan = balance(tokens, ranks=ranks, capacity=capacity)
-    assert len(plan) == ranks
-    assert len({len(bins) for bins in plan}) == 1
-    placed = [item for bins in plan for chosen in bins for item in chosen]
-    assert sorted(placed) == list(range(len(tokens)))
-    for chosen in (chosen for bins in plan for chosen in bins):
-        assert len(chosen) <= 1 or sum(tokens[i] for i in chosen) <= capacity
-
-
 def test_balance_is_even() -> None:
     random = np.random.default_rng(0)
     tokens = random.lognormal(6, 0.8, 512).astype(int).clip(1, 4096).tolist()
@@ -247,20 +210,6 @@ def test_uneven_bins_alternate_over_ranks() -> None:
 def test_full_and_oversized_bins() -> None:
     assert balance([6, 4], ranks=1, capacity=10) == [[[0, 1]]]
     assert balance([3, 100, 3, 3], ranks=1, capacity=10) == [[[1], [0, 2, 3]]]
-
-
-def test_large_items_need_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts: list[int] = []
-    fill = prefix_sharing._fill_bins
-
-    def counting(tokens: Any, sizes: Any, order: Any, count: int, capacity: int) -> Any:
-        counts.append(count)
-        return fill(tokens, sizes, order, count, capacity)
-
-    monkeypatch.setattr(prefix_sharing, "_fill_bins", counting)
-    tokens = [4200 + 37 * i % 3800 for i in range(400)]
-    (bins,) = balance(tokens, ranks=1, capacity=8192)
-    assert len(bins) == 400 and counts == [400]
 
 
 def recorded(first: int, tokens: int, width: int) -> Segment:

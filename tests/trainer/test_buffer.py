@@ -91,19 +91,6 @@ def test_groups_train_in_prompt_order_within_the_lag(
     assert discarded == expected
 
 
-def test_a_step_waits_only_for_its_groups() -> None:
-    one = buffer(batch=2, max_lag=1)
-    first, second, third, fourth = fill(one)
-    assert one.awaited() == [first, second]
-    for number in (second, third, fourth):
-        one.arrived(number, finished(f"g{number}"))
-    assert not one.ready() and one.awaited() == [first]
-    one.arrived(first, finished(f"g{first}", versions=(0, 3)))
-    names = [[group.group.prompt.prompt_id for group in one.take().groups] for _ in range(2)]
-    assert names == [["g1", "g2"], ["g3", "g4"]]
-    assert one.awaited() == []
-
-
 @pytest.mark.parametrize(
     ("correct", "rewards", "by", "reason"),
     [
@@ -136,20 +123,6 @@ def test_filtered_groups_free_slots_within_the_budget() -> None:
     assert [group.group.prompt.prompt_id for group in batch.groups] == ["b", "c"]
     assert [group.group.prompt.prompt_id for group in batch.discarded] == ["a"]
     assert batch.metrics["rollout/filtered_all_correct"].value == 1
-
-
-def test_refills_do_not_wait_with_enough_budget() -> None:
-    one = buffer(batch=2, filter_groups="correct", max_refills=1.0)
-    first, second = fill(one)
-    one.arrived(second, finished("short", (0.0, 0.0)))
-    assert one.room() == 1
-    (third,) = fill(one)
-    assert [p.prompt_id for p in one.unfinished()] == ["p0", "p0"]
-    one.arrived(third, finished("c"))
-    one.arrived(first, finished("long"))
-    batch = one.take()
-    assert [group.group.prompt.prompt_id for group in batch.groups] == ["long", "c"]
-    assert [group.group.prompt.prompt_id for group in batch.discarded] == ["short"]
 
 
 def test_unfinished_prompts_keep_their_order() -> None:

@@ -117,24 +117,6 @@ def test_run_evaluates_and_reports() -> None:
     assert last["sft/packed"] == last["sft/tokens"] / run.config.trainer.micro_batch_tokens
 
 
-@pytest.mark.parametrize("tokens", [0, 25])
-def test_resume_repeats_the_same_order(tokens: int) -> None:
-    examples = lessons(*range(3, 13), 40)
-    config = config_of(**{"sft.conversations_per_step": 4, "sft.tokens_per_step": tokens})
-    whole, second = Run(examples, config), Run(examples, config)
-    first = Run(examples, config, stop_after=2)
-    whole.fit()
-    reached = first.fit()
-    assert reached == 3 and list(first.saved) == [3]
-    second.batches.restore(first.saved[3])
-    assert second.fit(start=3) == 6
-    assert [*first.ranks.learned, *second.ranks.learned] == whole.ranks.learned
-    assert second.steps[6]["sft/epochs"] == whole.steps[6]["sft/epochs"]
-    if tokens:
-        fits = [sum(step) <= 25 or step == [40] for step in whole.ranks.learned]
-        assert all(fits) and len({len(step) for step in whole.ranks.learned}) > 1
-
-
 @pytest.mark.parametrize(
     ("knobs", "steps"), [((4, 0, 3), 8), ((4, 25, 3), 12), ((64, 0, 1), 1), ((64, 0, 0.25), 1)]
 )

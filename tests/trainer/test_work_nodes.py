@@ -166,7 +166,7 @@ def test_work_survives_the_loss_of_a_node(cluster: Cluster, folder: Path) -> Non
     wait_for(lambda: ray.available_resources().get("CPU") == 5, "free cores")
 
 
-SIZES = tuple(map(int, os.environ.get("KEEL_TEST_NODES", "1 2").split()))
+SIZES = tuple(map(int, os.environ.get("KEEL_TEST_NODES", "").split()))
 """Numbers of nodes to measure, as in docs/clusters.md."""
 
 
@@ -175,6 +175,7 @@ def nap(prompt: Any, trajectory: Any) -> float:
     return 1.0
 
 
+@pytest.mark.skipif(not SIZES, reason="measures a speed: set KEEL_TEST_NODES='1 2'")
 def test_nodes_add_up(cluster: Cluster, folder: Path) -> None:
     """Two workers per node take 1 s per completion, so a node scores two completions a second."""
     rates, said = dict[int, float](), list[str]()

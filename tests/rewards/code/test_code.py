@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,16 @@ pytestmark = pytest.mark.e2e
 PATIENT = CodeSettings(completion_s=PATIENCE_S, limits=Limits(time_s=100.0))
 
 
-@pytest.fixture(params=["bubblewrap", "none-i-trust-the-answers"])
+@pytest.fixture
 def settings(request: pytest.FixtureRequest) -> CodeSettings:
-    if request.param == "bubblewrap":
-        request.getfixturevalue("box")
-    return replace(PATIENT, isolation=request.param)
+    """The sandbox if it works here; `test_a_right_program_passes` also runs without one."""
+    isolation = getattr(request, "param", "")
+    if not isolation:
+        isolation = "none-i-trust-the-answers"
+        with suppress(IsolationError):
+            open_sandbox("bubblewrap")
+            isolation = "bubblewrap"
+    return replace(PATIENT, isolation=isolation)
 
 
 def spec(*tests: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -42,6 +48,7 @@ def passed(verdict: _CodeVerdict) -> list[bool]:
     return [not why for why in verdict.failures]
 
 
+@pytest.mark.parametrize("settings", ["", "none-i-trust-the-answers"], indirect=True)
 def test_a_right_program_passes(settings: CodeSettings) -> None:
     verdict = verify_code(spec(ADD_STDIN, ADD_CALL, ADD_STDIN), answer(BOTH), settings)
     assert (verdict.score, passed(verdict), any(verdict.failures)) == (1.0, [True] * 3, False)

@@ -137,12 +137,7 @@ GATES: dict[str, dict[str, dict[str, str]]] = {
     "solution": {
         "reads the database": solving('database["fruit"]'),
         "opens a file": solving('open("database.json")'),
-        "imports": solving("import json"),
         "asks the verifier": solving("verify_0(1, 2)"),
-        "climbs classes": solving("().__class__"),
-        "climbs by format": solving('"{0.__class__}".format(tools)'),
-        "climbs frames": solving("(each for each in []).gi_frame"),
-        "has more than functions": {"solve": f"x = 1\n\n\n{SOLVE}"},
         "knows the answer": {"solve": f"def solve(tools):\n    {KNOWN}\n"},
         "never ends": solving("while True: pass"),
         "calls for ever": solving('while True: tools.fruit(stall="east")'),

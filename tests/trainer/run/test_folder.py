@@ -12,7 +12,6 @@ import pytest
 
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, DataConfig, RunConfig, SourceConfig
-from keel.rl.metrics import Mean
 from keel.trainer.run import manifest
 from keel.trainer.run.checkpoint import (
     SaveError,
@@ -25,7 +24,6 @@ from keel.trainer.run.checkpoint import (
     save as save_state,
 )
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.journal import Journal
 from keel.trainer.run.manifest import (
     MANIFEST,
     Entry,
@@ -36,7 +34,6 @@ from keel.trainer.run.manifest import (
     write_manifest,
 )
 from keel.trainer.run.restarts import CollectiveTimeout, WorkerLost
-from keel.trainer.run.view import View
 
 
 def config(folder: Path) -> Config:
@@ -65,13 +62,6 @@ def checkpoint(folder: RunFolder, config: Config, *steps: int) -> None:
         with (folder.path / "metrics.jsonl").open("a") as file:
             file.write(f'{{"step": {step}}}\n')
         save(folder, config, step)
-
-
-def record(folder: Path, steps: range, resumed_at: int = 0) -> None:
-    journal = Journal(folder, View(9), trajectories=0, resumed_at=resumed_at)
-    for step in steps:
-        journal.record(step, {"loss": Mean(step, 1)}, [])
-    journal.close()
 
 
 def test_newest_checkpoint_is_continued(tmp_path: Path) -> None:
@@ -308,27 +298,6 @@ def test_failed_write_leaves_nothing_behind(
         assert after[: len(before)] == before and len(names(tmp_path)) == len(after)
         assert not any(map(find_problems, after))
     assert failures > 15 and len(list_finished(tmp_path)) > 1
-
-
-def test_damage_of_any_file_is_found(tmp_path: Path) -> None:
-    folder = save_state(tmp_path, state(1), content, keep=1)
-    assert find_problems(folder) == []
-    for name in ("state.json", "ranks/weights", MANIFEST):
-        text = (folder / name).read_text()
-        (folder / name).write_text(text.swapcase())
-        assert [line.partition(":")[0] for line in find_problems(folder)] == [name]
-        (folder / name).unlink()
-        assert [line.partition(":")[0] for line in find_problems(folder)] == [name]
-        assert list_finished(tmp_path) == [folder], "it is listed nevertheless"
-        (folder / name).write_text(text)
-    assert find_problems(folder) == []
-
-
-def test_digest_covers_training_only(tmp_path: Path) -> None:
-    made = config(tmp_path)
-    longer = replace(made, run=RunConfig(steps=5, dir="elsewhere"))
-    faster = replace(made, trainer=replace(made.trainer, lr=1e-3))
-    assert config_digest(longer) == config_digest(made) != config_digest(faster)
 
 
 WEIGHTS = bytes(range(256)) * 10

@@ -16,6 +16,8 @@ from keel.agents.environments.general.author_code import (
     [
         ("solve", "import math"),
         ("solve", "tools.price.__wrapped__"),
+        ("solve", "'{0.__class__}'.format(tools)"),
+        ("solve", "(each for each in []).gi_frame"),
         ("solve", "f(__builtins__=1)"),
         ("solve", "f'{tools.__class__}'"),
         ("tools", "import os.path"),
