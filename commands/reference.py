@@ -23,7 +23,7 @@ from keel.configs.diff import is_resumable
 from keel.configs.distillation import DistillConfig
 from keel.configs.paths import HARDWARE, RECIPES, shipped_recipes, suggest_recipe
 from keel.configs.schema import AUTO, AUTO_KNOBS, Config
-from keel.configs.sections.base import ConfigError, bounds_of
+from keel.configs.sections.base import ConfigError
 from keel.configs.synthesis import SynthesisConfig, affects_tasks
 
 _Recipe = Literal["train", "distill", "synthesize"]
@@ -180,7 +180,7 @@ def _sections(recipe: _Recipe, cls: type, path: str, about: str = "") -> Iterato
             nested.append(_sections(recipe, inner, here + "[]" * (origin is tuple), text))
             continue
         auto = recipe == "train" and here in AUTO_KNOBS
-        allowed = str(bounds_of(field) or "").replace(">=", "≥").replace("<=", "≤")
+        allowed = str(field.metadata.get("bounds", "")).replace(">=", "≥").replace("<=", "≤")
         default = "" if field.default is MISSING else _yaml(field.default)
         if field.default_factory is not MISSING:
             default = _yaml(field.default_factory())

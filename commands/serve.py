@@ -22,10 +22,10 @@ from keel.rollout.judge.process import VllmServer
 from keel.trainer.run import checkpoint
 from keel.trainer.run.progress import waiting
 
-HOST, PORT = "127.0.0.1", 8000
+_HOST = "127.0.0.1"
 _START_S = 1800.0
 """Timeout in seconds for vLLM to load the model and respond."""
-POLL_S = 0.5
+_POLL_S = 0.5
 _SAMPLING = ("temperature", "top_p", "top_k")
 _THINKING_KEYS = ("enable_thinking", "thinking")
 """Chat template variables that turn thinking on or off."""
@@ -98,7 +98,7 @@ def _parse_options(words: Sequence[str]) -> dict[str, Any]:
 
 @contextmanager
 def _run_server(
-    options: dict[str, Any], *, gpu: bool, host: str = HOST, port: int = 0, key: str = ""
+    options: dict[str, Any], *, gpu: bool, host: str = _HOST, port: int = 0, key: str = ""
 ) -> Iterator[VllmServer]:
     """Run a vLLM server until the context exits. Port 0 selects a free port. Raises ConfigError if
     the address is not available, or RuntimeError with the end of the log if the server does not
@@ -145,7 +145,7 @@ def serve(folder: Path, words: Sequence[str], *, host: str, port: int, gpu: bool
                 flush=True,
             )
             while not (why := server.ended()):
-                time.sleep(POLL_S)
+                time.sleep(_POLL_S)
             raise RuntimeError(f"{path}: {why}")
     except KeyboardInterrupt:
         print()

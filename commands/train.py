@@ -37,10 +37,10 @@ from keel.trainer.run.view import View
 from keel.trainer.session import open_journal, restore_data, run_with_restarts, save_checkpoint
 from keel.trainer.sft import SftParts, fit
 
-LOST = (WorkerLost, CollectiveTimeout, RayLost, RayError, Unanswered)
+_LOST = (WorkerLost, CollectiveTimeout, RayLost, RayError, Unanswered)
 """Errors after which the learner can no longer save a checkpoint."""
 
-AfterStep = Callable[[int, Mapping[str, float]], bool]
+_AfterStep = Callable[[int, Mapping[str, float]], bool]
 """Called with each recorded step and its metrics. If it returns True, the run saves a checkpoint
 and ends."""
 
@@ -49,7 +49,7 @@ def train(
     recipe: str,
     overrides: Sequence[str],
     *,
-    after_step: AfterStep = lambda step, numbers: False,
+    after_step: _AfterStep = lambda step, numbers: False,
     again: str = "",
 ) -> None:
     """Run the training that the recipe describes, or resume it. `again` is the hint printed for
@@ -71,7 +71,7 @@ def run_loop(
     view: View,
     start: int,
     *,
-    after_step: AfterStep = lambda step, numbers: False,
+    after_step: _AfterStep = lambda step, numbers: False,
 ) -> int:
     """Run `keel.trainer.loop.train` on the started actors and return the last completed step."""
     config, dataset, learner = runtime.task.config, runtime.task.dataset, runtime.learner
@@ -88,7 +88,7 @@ def run_loop(
     def handle_failure(error: Exception) -> bool:
         """Record the error and end the run with a checkpoint. Returns False, without recording it,
         if the learner was lost and can no longer save one."""
-        if isinstance(error, LOST) or lost_reason():
+        if isinstance(error, _LOST) or lost_reason():
             return False
         failures.append(error)
         journal.note("end", str(error))

@@ -1,8 +1,8 @@
 """`ConfigError`, bounds for knobs, and the base class of all sections."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar, cast
@@ -54,16 +54,15 @@ def knob(
     return field(default=default, metadata={"bounds": _Bounds(ge, gt, le, lt)})
 
 
-def bounds_of(declared: Field[Any]) -> _Bounds | None:
-    return declared.metadata.get("bounds")
-
-
 @cache
 def _bounded_knobs(section: type[Any]) -> Sequence[tuple[str, _Bounds]]:
     """Return the knobs in a section that have bounds. Cached because the layout search creates
     thousands of sections."""
-    pairs = [(declared.name, bounds_of(declared)) for declared in fields(section)]
-    return tuple((name, bounds) for name, bounds in pairs if bounds is not None)
+    return tuple(
+        (declared.name, declared.metadata["bounds"])
+        for declared in fields(section)
+        if "bounds" in declared.metadata
+    )
 
 
 @dataclass(frozen=True)
@@ -114,18 +113,6 @@ def require(ok: bool, name: str, value: object, rule: str) -> None:
 def require_unique(name: str, values: Sequence[str]) -> None:
     repeated = sorted({value for value in values if values.count(value) > 1})
     require(not repeated, name, repeated, "must be unique")
-
-
-def require_gradient(section: str, rewards: Mapping[str, float], *others: float) -> None:
-    """Check that `rewards` or `others` include a nonzero weight. Otherwise, every advantage would
-    be 0."""
-    require(
-        any(rewards.values()) or any(others),
-        f"{section}.rewards",
-        dict(rewards),
-        "every weight is 0, so every advantage would be 0. Give a part a weight, or set holdout: "
-        "all for a source that is only evaluated",
-    )
 
 
 def require_endpoint(section: str, base_url: str, api_key_env: str) -> None:

@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from keel.configs.sections.agents import EnvironmentConfig
-from keel.configs.sections.base import (
-    Section,
-    knob,
-    require,
-    require_gradient,
-    require_unique,
-)
+from keel.configs.sections.base import Section, knob, require, require_unique
 from keel.configs.sections.evaluation import BOXED
 from keel.configs.system_prompts import SystemTemplate
 
@@ -288,9 +282,13 @@ class DataConfig(Section):
         }
         for source in self.sources:
             domain = source.domain_name
-            if self.weight_of(source) > 0:
-                others = (source.length.linear, source.length.overlong, source.kl_coef)
-                require_gradient(source.full_path(), source.rewards, *others)
+            others = (source.length.linear, source.length.overlong, source.kl_coef)
+            source.require(
+                self.weight_of(source) == 0 or any((*source.rewards.values(), *others)),
+                "rewards",
+                "every weight is 0, so every advantage would be 0. Give a part a weight, or set "
+                "holdout: all for a source that is only evaluated",
+            )
             for name, by_domain in shared.items():
                 same = getattr(source, name) == by_domain[domain]
                 source.require(

@@ -30,7 +30,7 @@ from keel.configs.schema import (
     TinyModelConfig,
     TrainerConfig,
 )
-from keel.configs.sections.base import _Bounds, bounds_of
+from keel.configs.sections.base import _Bounds
 from keel.trainer.build_agents import budget
 from keel.trainer.prepare import length_rules
 
@@ -87,7 +87,7 @@ def test_every_section_with_bounds_checks_them() -> None:
     checked = 0
     for cls in classes - {_Bounds}:
         for field in fields(cls):
-            bounds = bounds_of(field)
+            bounds = field.metadata.get("bounds")
             if bounds is None:
                 continue
             low = bounds.gt if bounds.ge is None else bounds.ge - 1
