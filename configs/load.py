@@ -88,32 +88,42 @@ def _tree(
             f"{where[min(foreign)]}: {min(foreign)}: belongs to recipes of `keel train`. This "
             f"command takes {', '.join(field.name for field in fields(root))}"
         )
+    tree: dict[str, Any] = {}
+    for layer in layers:
+        tree = _merge(tree, layer)
+    for override in overrides:
+        steps, value, origin = _parse_override(override)
+        for knob, one in split_section(root, steps, value):
+            _set_knob(tree, where, knob, one, origin)
+    if root is Config:
+        tree = _with_eval_file(tree, where)
+    return _resolve_references(root, tree, where, str(recipe)), where, str(recipe)
+
+
+def _resolve_references(
+    root: type[Section], tree: dict[str, Any], where: Mapping[str, str], recipe: str
+) -> dict[str, Any]:
+    """Replace references such as `${run.seed}`. Raises ConfigError if one can't be resolved, or if
+    a value was left as `???`."""
+    texts = list(_strings(tree))
+    for key, text in texts:
+        if _RESOLVER.search(text):
+            raise ConfigError(
+                f"{where.get(key, recipe)}: {key}: ${{…:…}} would call a function or read the "
+                "environment. Refer to knobs only (write a literal ${ as \\${)"
+            )
+    if not any("${" in text or text == "???" for _, text in texts):
+        return tree  # without OmegaConf, which is slow
     try:
-        tree: dict[str, Any] = {}
-        for layer in layers:
-            tree = _merge(tree, layer)
-        for override in overrides:
-            steps, value, origin = _parse_override(override)
-            for knob, one in split_section(root, steps, value):
-                _set_knob(tree, where, knob, one, origin)
-        if root is Config:
-            tree = _with_eval_file(tree, where)
-        texts = list(_strings(tree))
-        for key, text in texts:
-            if _RESOLVER.search(text):
-                raise ConfigError(
-                    f"{where.get(key, recipe)}: {key}: ${{…:…}} would call a function or read the "
-                    "environment. Refer to knobs only (write a literal ${ as \\${)"
-                )
-        if any("${" in text or text == "???" for _, text in texts):  # OmegaConf is slow
-            complete = OmegaConf.create(_with_defaults(root, tree))
-            container = OmegaConf.to_container(complete, resolve=True, throw_on_missing=True)
-            tree = cast(dict[str, Any], container)
-    except OmegaConfBaseException as error:
-        raise ConfigError(_explain_reference(error, where, str(recipe))) from error
-    except (RecursionError, UnicodeEncodeError) as error:
-        raise ConfigError(f"{recipe}: cannot be read: {error}") from error
-    return tree, where, str(recipe)
+        complete = OmegaConf.create(_with_defaults(root, tree))
+        container = OmegaConf.to_container(complete, resolve=True, throw_on_missing=True)
+    except (OmegaConfBaseException, RecursionError, UnicodeEncodeError) as error:
+        key = getattr(error, "full_key", None) or ""
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{where.get(key, recipe)}: {key or 'a value'}: {reason} (write a literal ${{ as \\${{)"
+        ) from error
+    return cast(dict[str, Any], container)
 
 
 def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, Any]:
@@ -318,14 +328,6 @@ def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[tuple[str, yaml.No
 def _reason(error: Exception) -> str:
     problem = getattr(error, "problem", None) or str(error)
     return "inconsistent indentation" if problem.startswith("expected <block end>") else problem
-
-
-def _explain_reference(error: OmegaConfBaseException, where: Mapping[str, str], recipe: str) -> str:
-    """Return an error message for a reference that can't be resolved, or for a value left as
-    `???`."""
-    key = error.full_key or ""
-    reason = str(error).strip().partition("\n")[0]
-    return f"{where.get(key, recipe)}: {key or 'a value'}: {reason} (write a literal ${{ as \\${{)"
 
 
 def _parse_override(override: str) -> tuple[list[str], Any, str]:
