@@ -31,11 +31,9 @@ class SpecialistConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SelectConfig(Section):
+class SelectConfig(Section, path="select"):
     """Settings for selecting which of the specialists' completions to use for supervised
     distillation."""
-
-    PATH = "select"
 
     least: float = knob(1.0, gt=0, le=1)
     """Minimum value of the reward part `correct`, as given by rules, tests, environments and

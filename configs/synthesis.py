@@ -15,10 +15,8 @@ _MOST_ANSWERERS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodeSourceConfig(Section):
+class CodeSourceConfig(Section, path="code.sources[]"):
     """Settings for a git repository from which to make tasks."""
-
-    PATH = "code.sources[]"
 
     name: str
     """Name of the project's package, which is used to find installed copies of it."""
@@ -51,11 +49,9 @@ class CodeSourceConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodeTasksConfig(Section):
+class CodeTasksConfig(Section, path="code"):
     """Settings for tasks made from code changes with tests. Candidates that exceed a limit are
     rejected."""
-
-    PATH = "code"
 
     sources: tuple[CodeSourceConfig, ...] = ()
     python: str = ""
@@ -101,11 +97,9 @@ class CodeTasksConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GeneralConfig(Section):
+class GeneralConfig(Section, path="general"):
     """Settings for synthesizing general agent tasks: a database, tools for it, and tasks of
     increasing difficulty (DeepSeek-V3.2 (2025), section 3.2.3)."""
-
-    PATH = "general"
 
     categories: tuple[str, ...] = ()
     """Subjects of the environments, such as `planning a trip`."""
@@ -167,12 +161,10 @@ class AnswererConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchTasksConfig(Section):
+class SearchTasksConfig(Section, path="search"):
     """Settings for questions about rare entities. A question is kept if every answering agent gets
     it wrong and a verification agent confirms the reference answer. See DeepSeek-V3.2 (2025),
     section 3.2.3."""
-
-    PATH = "search"
 
     corpus: str = ""
     """Folder with text, HTML and JSONL files."""
@@ -229,11 +221,9 @@ class SearchTasksConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AuthorConfig(Section):
+class AuthorConfig(Section, path="author"):
     """Settings for a model that writes, solves or checks tasks, served by an OpenAI-compatible
     endpoint."""
-
-    PATH = "author"
 
     base_url: str
     """URL of the endpoint, such as `http://localhost:8000/v1`."""
@@ -264,11 +254,9 @@ class AuthorConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CostConfig(Section):
+class CostConfig(Section, path="budget"):
     """Limits on the total tokens and cost of all calls, including calls from earlier starts in the
     same folder."""
-
-    PATH = "budget"
 
     tokens: int = knob(0, ge=0)
     """Maximum number of prompt and completion tokens. 0: no limit."""

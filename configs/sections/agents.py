@@ -9,11 +9,9 @@ from keel.configs.sections.base import ConfigError, Section, knob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentConfig(Section):
+class EnvironmentConfig(Section, path="data.sources[].environment"):
     """Settings for the environment that the policy acts in: a Python class or module (`target`) or
     an MCP server (`command` or `url`). It is driven by Keel or by an agent `program`."""
-
-    PATH = "data.sources[].environment"
 
     target: str = ""
     """Environment in Python: `my_env:Shop`, `my_tools` (a module of functions) or
@@ -120,11 +118,9 @@ class EnvironmentConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentsConfig(Section):
+class AgentsConfig(Section, path="agents"):
     """Limits for a trajectory in an environment. `rollout.sampling.max_tokens` also limits each
     turn, and `rollout.timeout_s` limits the trajectory's total time in engines and tools."""
-
-    PATH = "agents"
 
     max_turns: int = knob(16, ge=1)
     """Maximum number of policy turns per trajectory."""

@@ -12,10 +12,8 @@ masks is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlgorithmConfig(Section):
+class AlgorithmConfig(Section, path="algorithm"):
     """Settings for GRPO and its four stabilizers (DeepSeek-V3.2, section 3.1)."""
-
-    PATH = "algorithm"
 
     prompts_per_step: int = knob(16, ge=1)
     """Number of prompts per batch of rollouts. Each prompt gives one group."""

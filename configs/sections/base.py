@@ -71,9 +71,13 @@ class Section:
 
     __slots__ = ()
     PATH = ""
-    """Dotted path of the section in a recipe."""
+    """Dotted path of the section in a recipe, given as `class TrainerConfig(Section, path=…)`."""
     RECIPES = ""
     """Subfolder of the bundled recipes that define this section as a whole."""
+
+    def __init_subclass__(cls, path: str | None = None) -> None:
+        if path is not None:  # `dataclass(slots=True)` makes the class again, without arguments
+            cls.PATH = path
 
     def full_path(self) -> str:
         return self.PATH

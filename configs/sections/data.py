@@ -21,11 +21,9 @@ _MOST = 10_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LengthConfig(Section):
+class LengthConfig(Section, path="data.sources[].length"):
     """Settings for the penalty on a completion's length relative to its group
     (`rewards/length.py`)."""
-
-    PATH = "data.sources[].length"
 
     linear: float = knob(0.0, ge=0)
     """Penalty at `limit` in units of reward. It grows linearly from `target`."""
@@ -54,11 +52,9 @@ class LengthConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BudgetConfig(Section):
+class BudgetConfig(Section, path="data.sources[].budget"):
     """Limits for completions and trajectories in one domain. 0 means that the run's own limit
     applies."""
-
-    PATH = "data.sources[].budget"
 
     max_tokens: int = knob(0, ge=0)
     """Maximum number of tokens per completion or turn; at most rollout.sampling.max_tokens."""
@@ -240,10 +236,8 @@ class SourceConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig(Section):
+class DataConfig(Section, path="data"):
     """Settings for the training prompts and the held-out sets."""
-
-    PATH = "data"
 
     sources: tuple[SourceConfig, ...] = ()
     only: tuple[str, ...] = ()

@@ -11,11 +11,9 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointConfig(Section):
+class EndpointConfig(Section, path="endpoint"):
     """Settings for an OpenAI-compatible endpoint that `keel eval` and `keel filter` sample from in
     place of the recipe's model. No engine or trainer is started."""
-
-    PATH = "endpoint"
 
     base_url: str = ""
     """URL of the endpoint, such as `http://localhost:8000/v1`. Empty: use the recipe's model."""
@@ -75,10 +73,8 @@ class EvalVariant(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalConfig(Section):
+class EvalConfig(Section, path="eval"):
     """Settings for evaluations, both during training and with `keel eval`."""
-
-    PATH = "eval"
 
     file: str = ""
     """File with evaluation prompts (`--eval FILE` on the command line). It adds a source with
@@ -142,11 +138,9 @@ class EvalConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FilterConfig(Section):
+class FilterConfig(Section, path="filter"):
     """Settings for `keel filter`, which selects training prompts based on the policy's pass
     rate."""
-
-    PATH = "filter"
 
     dir: str = ""
     """Folder for pass rates and selected prompts. Empty: `filter` in `run.dir`."""

@@ -11,10 +11,8 @@ TINY_MODEL = "tiny"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ColdStartConfig(Section):
+class ColdStartConfig(Section, path="model.tiny.cold_start"):
     """Settings for the tiny model's supervised warm-up on generated solutions."""
-
-    PATH = "model.tiny.cold_start"
 
     max_seconds: float = knob(3600.0, gt=0)
     """Timeout in seconds. A slower cold start fails, because a model cut short would be a different
@@ -33,10 +31,8 @@ class ColdStartConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TinyModelConfig(Section):
+class TinyModelConfig(Section, path="model.tiny"):
     """Shape of the tiny mixture-of-experts model. Its random weights depend on the run's seed."""
-
-    PATH = "model.tiny"
 
     family: Literal["qwen3_moe", "deepseek_v32"] = "qwen3_moe"
     """Architecture. deepseek_v32 has latent and sparse attention. No engine serves it at this size,
@@ -89,10 +85,8 @@ class TinyModelConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraConfig(Section):
+class LoraConfig(Section, path="model.lora"):
     """Settings for low-rank adapters, which train a small fraction of the parameters."""
-
-    PATH = "model.lora"
 
     rank: int = knob(0, ge=0)
     """Rank of the adapters. 0: train all parameters."""
@@ -130,10 +124,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig(Section):
+class ModelConfig(Section, path="model"):
     """Settings for the model, its tokenizer and its precision."""
-
-    PATH = "model"
 
     path: str = TINY_MODEL
     """Local folder or hub name, or `tiny` for a small model that needs no download."""

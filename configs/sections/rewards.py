@@ -29,10 +29,8 @@ _SERVER_OPTIONS = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeServerConfig(Section):
+class JudgeServerConfig(Section, path="rewards.judge.server"):
     """Settings for the vLLM servers that `rewards.judge.serve` starts."""
-
-    PATH = "rewards.judge.server"
 
     replicas: int = knob(1, ge=1, le=1000)
     """Number of servers. Each request goes to the one with the fewest requests in flight."""
@@ -59,11 +57,9 @@ class JudgeServerConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeConfig(Section):
+class JudgeConfig(Section, path="rewards.judge"):
     """Settings for the model that judges rubrics and proofs, served by any OpenAI-compatible
     endpoint."""
-
-    PATH = "rewards.judge"
 
     base_url: str = ""
     """URL of the endpoint, such as `http://localhost:8000/v1`. Empty: no judge, or `serve`."""
@@ -152,10 +148,8 @@ class JudgeConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodeConfig(Section):
+class CodeConfig(Section, path="rewards.code"):
     """Settings for the sandbox that runs code from completions against hidden tests."""
-
-    PATH = "rewards.code"
 
     isolation: Literal["bubblewrap", "none-i-trust-the-answers"] = "bubblewrap"
     """bubblewrap: run in namespaces without network or files, and fail where that is not possible.
@@ -177,11 +171,9 @@ class CodeConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardsConfig(Section):
+class RewardsConfig(Section, path="rewards"):
     """Settings for the processes that score completions. The reward parts themselves are set in
     `data.sources[].rewards`."""
-
-    PATH = "rewards"
 
     workers: int = knob(2, ge=0, le=4096)
     """Number of verifier processes where `keel train` runs. Other nodes have one for two free CPU

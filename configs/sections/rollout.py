@@ -7,10 +7,8 @@ from keel.configs.sections.base import Section, knob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingConfig(Section):
+class SamplingConfig(Section, path="rollout.sampling"):
     """Sampling parameters. Only those that the engine can record exactly are available."""
-
-    PATH = "rollout.sampling"
 
     temperature: float = knob(1.0, ge=0.01, le=10)  # vLLM raises lower values to 0.01
     """Sampling temperature, by which engine and trainer both divide the logits. Greedy sampling is
@@ -45,10 +43,8 @@ CUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutConfig(Section):
+class RolloutConfig(Section, path="rollout"):
     """Settings for the vLLM engines, including their limits and how they receive new weights."""
-
-    PATH = "rollout"
 
     engines: int = knob(1, ge=1)
     """Number of vLLM engines, each of which is one Ray actor. auto: one next to each trainer rank,

@@ -8,10 +8,8 @@ from keel.configs.sections.base import Section, knob, require, require_unique
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig(Section):
+class RunConfig(Section, path="run"):
     """Settings for a run: its folder, number of steps, checkpoints and hardware."""
-
-    PATH = "run"
 
     dir: str = "runs/default"
     """Run folder, which holds the resolved config, metrics, checkpoints and trajectories."""
@@ -89,11 +87,9 @@ class RunConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlarmsConfig(Section):
+class AlarmsConfig(Section, path="alarms"):
     """Thresholds for metrics. If a metric crosses its threshold, the run prints a warning and
     continues. Only `stop_below` stops the run. 0 turns an alarm off. See docs/alarms.md."""
-
-    PATH = "alarms"
 
     missing: float = knob(0.001, ge=0)
     """Warn if `rollout/dropped_completions` exceeds this share of the batch."""

@@ -107,11 +107,9 @@ class ConversationsConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SftConfig(Section):
+class SftConfig(Section, path="sft"):
     """Settings for supervised fine-tuning and for pre-training on text. The sections `run`,
     `model`, `trainer` and `alarms` apply as in `keel train`."""
-
-    PATH = "sft"
 
     sources: tuple[ConversationsConfig, ...] = ()
     max_context_tokens: int = knob(4096, ge=1)

@@ -11,10 +11,8 @@ off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerConfig(Section):
+class TrainerConfig(Section, path="trainer"):
     """Settings for the trainer: its ranks, ZeRO, parallelism and AdamW."""
-
-    PATH = "trainer"
 
     ranks: int = knob(1, ge=1)
     """Number of data-parallel trainer processes, with one GPU each if there are GPUs. auto: the
