@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from keel.configs.convert import build_config, knob_types, section_type, split_section
-from keel.configs.paths import find_recipe, read_recipe, resolved
+from keel.configs.paths import find_recipe, read_recipe
 from keel.configs.schema import AUTO, AUTO_KNOBS, Config, ConfigError, Section
 from keel.configs.sections.data import ROWS
 
@@ -240,10 +240,9 @@ def _read_layers(
     path: Path, trail: tuple[Path, ...], folder: str
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return a recipe's layers (base recipes first), along with the place where each key is set."""
-    path, real = resolved(path)
+    text, real = read_recipe(path, folder), path.resolve()
     if real in trail:
         raise ConfigError(f"{path}: `defaults` is circular")
-    text = read_recipe(path, folder)
     try:
         parsed, nodes = _parse_recipe(text)
     except (yaml.YAMLError, ValueError) as error:

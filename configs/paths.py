@@ -10,14 +10,19 @@ _PACKAGE = Path(__file__).parent
 _JINJA = ("{{", "{%")
 
 
+def _expand(path: Path) -> Path:
+    """Expand `~` in a path. Raises ConfigError if `~name` refers to an unknown user."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
 def data_path(text: str) -> Path:
     """Resolve the path of a data file in a recipe, whether or not the file exists. Relative paths
     start from the current folder. If `configs/…` doesn't exist there, it can refer to a file that
-    comes with Keel. Raises ConfigError if `~name` refers to an unknown user."""
-    try:
-        path = Path(text).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"{text}: {error}") from error
+    comes with Keel."""
+    path = _expand(Path(text))
     shipped = _PACKAGE.parent / path
     ours = not path.is_absolute() and path.parts[:1] == (_PACKAGE.name,)
     return shipped if ours and not path.exists() and shipped.is_file() else path
@@ -78,21 +83,12 @@ def shipped_recipes(folder: str = "") -> dict[str, Path]:
 def find_recipe(path: Path, folder: str = "", otherwise: Path | None = None) -> Path:
     """Resolve a recipe path: a run folder becomes its config.yaml, and a bare name becomes the
     recipe that comes with Keel, unless a file with that name exists. Any other path is returned
-    unchanged, or replaced by `otherwise` if given."""
+    unchanged except for `~`, or replaced by `otherwise` if given."""
+    path = _expand(path)
     if path.is_dir() and (path / "config.yaml").is_file():
         return path / "config.yaml"
     known = None if path.exists() else shipped_recipes(folder).get(str(path))
     return known or otherwise or path
-
-
-def resolved(path: Path) -> tuple[Path, Path]:
-    """Expand `~` in a path and return it both before and after resolving symbolic links. Raises
-    ConfigError if the path is invalid."""
-    try:
-        path = path.expanduser()
-        return path, path.resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # unknown user, circular links, NUL
-        raise ConfigError(f"{path}: not a valid path: {error}") from error
 
 
 def read_recipe(path: Path, folder: str) -> str:
