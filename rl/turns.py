@@ -5,11 +5,14 @@ never decoded and tokenised again. `Chat` implements a chat format, and `TurnReq
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+from keel.rl import strict_json
 
 if TYPE_CHECKING:  # reward workers start without numpy
     import numpy as np
@@ -24,6 +27,8 @@ USER_ROLES = ("user", "developer")
 """Roles whose messages end the policy's thinking, as in DeepSeek-V3.2's encoding."""
 MALFORMED = "malformed_call"
 """Tool name recorded for a tool call that could not be parsed."""
+_MAX_MALFORMED = 300
+"""Maximum length of the text of a malformed call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,27 @@ def message_of(parsed: Parsed) -> dict[str, Any]:
         )
         calls.append({"id": call.call_id, "type": "function", "function": function})
     return {**message, "tool_calls": calls} if calls else message
+
+
+def openai_message(message: Message) -> dict[str, Any]:
+    """Convert a chat message to OpenAI's format, where the arguments of calls are JSON text."""
+    calls: list[dict[str, Any]] = []
+    for call in message.get("tool_calls") or ():
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls} if calls else dict(message)
+
+
+def parse_call(call_id: str, name: str, arguments: str) -> ToolCall | Malformed:
+    """Parse a tool call in OpenAI's format, where the arguments are JSON text."""
+    try:
+        value = strict_json.load(arguments)
+        if not isinstance(value, dict):
+            raise ValueError("the arguments are not a JSON object")
+    except ValueError as error:
+        text = f"{name}({arguments})"[:_MAX_MALFORMED]
+        return Malformed(call_id=call_id, text=text, why=str(error))
+    return ToolCall(call_id=call_id, name=name, arguments=cast(dict[str, Any], value))
 
 
 class Chat(Protocol):

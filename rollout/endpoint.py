@@ -21,17 +21,16 @@ from typing import Any, Self, TypeVar, cast
 import numpy as np
 
 from keel.configs.schema import EndpointConfig, SamplingConfig
-from keel.rl import strict_json
 from keel.rl.turns import (
     THINK,
-    Malformed,
     Message,
     Parsed,
-    ToolCall,
     ToolSpec,
     TurnRequest,
     TurnResult,
     message_of,
+    openai_message,
+    parse_call,
     prompt_of,
 )
 from keel.rl.types import Group, Prompt, Purpose, Segment, Trajectory
@@ -351,7 +350,7 @@ class EndpointTurns:
             reasoning=reply.reasoning,
             closed=not reply.cut,
             calls=tuple(
-                _parse_call(f"call_{number}_{n}", *call) for n, call in enumerate(reply.calls)
+                parse_call(f"call_{number}_{n}", *call) for n, call in enumerate(reply.calls)
             ),
         )
         self._parts[number] = _Part(
@@ -386,24 +385,9 @@ def _turn_result(ids: Sequence[int], finish: Any, seconds: float) -> TurnResult:
     )
 
 
-def _parse_call(call_id: str, tool: str, text: str) -> ToolCall | Malformed:
-    try:
-        arguments = strict_json.load(text)
-        if not isinstance(arguments, dict):
-            raise ValueError("the arguments are not a JSON object")
-    except ValueError as error:
-        return Malformed(call_id=call_id, text=text[:_MAX_SHOWN], why=str(error))
-    return ToolCall(call_id=call_id, name=tool, arguments=cast(dict[str, Any], arguments))
-
-
 def _to_endpoint_format(message: Message) -> Message:
-    # Call arguments are text in the endpoint's format.
-    sent = {key: message[key] for key in ("role", "content", "tool_call_id") if key in message}
+    keys = ("role", "content", "tool_call_id", "tool_calls")
+    sent = {key: message[key] for key in keys if key in message}
     if message.get(_THINKING):
         sent[_THINKING] = message[_THINKING]
-    calls: list[dict[str, Any]] = []
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        function = {"name": function["name"], "arguments": json.dumps(dict(function["arguments"]))}
-        calls.append({"id": call["id"], "type": "function", "function": function})
-    return {**sent, "tool_calls": calls} if calls else sent
+    return openai_message(sent)

@@ -19,7 +19,16 @@ from keel.agents.schemas import ArgumentValidator
 from keel.agents.types import ToolResult
 from keel.configs.synthesis import AuthorConfig, CostConfig
 from keel.rewards.judge.client import bounded_http
-from keel.rl.turns import Malformed, Message, ToolCall, ToolSpec
+from keel.rl.turns import (
+    Malformed,
+    Message,
+    Parsed,
+    ToolCall,
+    ToolSpec,
+    message_of,
+    openai_message,
+    parse_call,
+)
 
 _CONNECT_S = 10.0
 _MAX_MESSAGE = 300
@@ -54,21 +63,6 @@ class CallUsage:
         return self.prompt_tokens + self.completion_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuthorReply:
-    content: str
-    calls: tuple[ToolCall | Malformed, ...] = ()
-    cut: bool = False
-    """True if the response was truncated by `max_tokens` or the context length. Do not run the tool
-    calls of such a response."""
-
-    def message(self) -> Message:
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.calls:
-            message["tool_calls"] = [_as_json(call) for call in self.calls]
-        return message
-
-
 class Author(Protocol):
     """A model that writes, solves or checks tasks."""
 
@@ -76,11 +70,11 @@ class Author(Protocol):
 
     async def ask(
         self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
-    ) -> AuthorReply:
+    ) -> Parsed:
         """Send a conversation and return the model's response. `purpose` is the category under
-        which its tokens are counted. If the conversation doesn't fit in the context window, the
-        response is empty and marked as truncated. Raises AuthorLost if the model doesn't respond,
-        and BudgetSpent if the call could go over the budget."""
+        which its tokens are counted. A truncated response isn't `closed`. If the conversation
+        doesn't fit in the context window, the response is empty and not closed. Raises AuthorLost
+        if the model doesn't respond, and BudgetSpent if the call could go over the budget."""
         ...
 
 
@@ -145,10 +139,10 @@ class EndpointAuthor:
 
     async def ask(
         self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
-    ) -> AuthorReply:
+    ) -> Parsed:
         config = self._config
         offered = [tool.as_json() for tool in tools]
-        request = _encodable(list(messages))
+        request = _encodable([openai_message(message) for message in messages])
         # A token has at least one byte.
         most = self._usage(
             purpose,
@@ -178,7 +172,7 @@ class EndpointAuthor:
                 except openai.APIStatusError as error:
                     if _TOO_LONG.search(f"{error.message} {error.code}"):
                         if any(message.get("role") == "assistant" for message in messages):
-                            return AuthorReply(content="", cut=True)
+                            return Parsed(content="", reasoning="", closed=False)
                         error.message += f"; lower author.max_tokens = {config.max_tokens}"
                     reply = self._public(f"HTTP {error.status_code}: {error.message}")
                     raise AuthorLost(f"{self.name}: {reply}") from error
@@ -228,44 +222,32 @@ class EndpointAuthor:
         return "".join(c if c.isprintable() else " " for c in text)
 
 
-def _parse_completion(text: str) -> tuple[AuthorReply, tuple[int, int]]:
+def _parse_completion(text: str) -> tuple[Parsed, tuple[int, int]]:
     """Parse a chat completion into the response and the token counts of prompt and completion,
     which are 0 if the endpoint doesn't report any."""
     body = _encodable(json.loads(text))
     choice = body["choices"][0]
     message = choice["message"]
-    reply = AuthorReply(
+    functions = [(call, call.get("function") or {}) for call in message.get("tool_calls") or ()]
+    reply = Parsed(
         content=str(message.get("content") or ""),
-        calls=tuple(_call(entry) for entry in message.get("tool_calls") or ()),
-        cut=choice.get("finish_reason") == "length",
+        reasoning="",
+        closed=choice.get("finish_reason") != "length",
+        calls=tuple(
+            parse_call(
+                str(call.get("id") or ""),
+                str(function.get("name") or ""),
+                str(function.get("arguments") or "{}"),
+            )
+            for call, function in functions
+        ),
     )
     usage: Mapping[str, int | None] = body.get("usage") or {}
     return reply, (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
 
 
-def _call(entry: Mapping[str, Any]) -> ToolCall | Malformed:
-    number = str(entry.get("id") or "")
-    function = cast(dict[str, Any], entry.get("function") or {})
-    name, text = str(function.get("name") or ""), str(function.get("arguments") or "{}")
-    try:
-        arguments = _encodable(json.loads(text))
-        if not isinstance(arguments, dict):
-            raise ValueError("the arguments are not a JSON object")
-    except (ValueError, RecursionError) as error:  # RecursionError: deeply nested brackets
-        return Malformed(call_id=number, text=f"{name}({text})"[:_MAX_MESSAGE], why=str(error))
-    return ToolCall(call_id=number, name=name, arguments=cast(dict[str, Any], arguments))
-
-
 def _encodable(value: Any) -> Any:
     return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
-
-
-def _as_json(call: ToolCall | Malformed) -> dict[str, Any]:
-    name, arguments = "unreadable", "{}"
-    if isinstance(call, ToolCall):
-        name, arguments = call.name, json.dumps(dict(call.arguments), ensure_ascii=False)
-    function = {"name": name, "arguments": arguments}
-    return {"id": call.call_id, "type": "function", "function": function}
 
 
 _Call = Callable[[ToolCall], Awaitable[ToolResult]]
@@ -300,8 +282,8 @@ async def run_tool_loop(
     history, schemas = list(messages), ArgumentValidator(tools)
     for _ in range(most_turns):
         reply = await author.ask(history, purpose=purpose, tools=tools)
-        history.append(reply.message())
-        if reply.cut:
+        history.append(message_of(reply))
+        if not reply.closed:
             return ToolLoopResult(messages=tuple(history), ended="length")
         if not reply.calls:
             return ToolLoopResult(messages=tuple(history), ended="stop")

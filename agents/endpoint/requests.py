@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Va
 
 from keel.agents.episode import Budget
 from keel.rl import strict_json
-from keel.rl.turns import Message, ToolSpec
+from keel.rl.turns import Message, ToolSpec, openai_message
 from keel.rl.types import FinishReason
 
 _MAX_DEPTH = 120
@@ -329,12 +329,8 @@ def stream_events(reply: Reply, model: str, *, include_usage: bool) -> Iterator[
 
 
 def _openai_message(message: Message) -> dict[str, Any]:
-    calls: list[dict[str, Any]] = []
-    for call in message.get("tool_calls", ()):
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    fields = {**message, "content": message["content"] or (None if calls else "")}
-    return {**fields, "tool_calls": calls} if calls else fields
+    empty = None if message.get("tool_calls") else ""
+    return openai_message({**message, "content": message["content"] or empty})
 
 
 def _head(reply: Reply, model: str, kind: str) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from keel.agents.environments.general.author_code import MODULES
 from keel.agents.types import EnvironmentLost, ToolResult
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import GeneralConfig, slug
-from keel.rl.turns import Message, ToolCall, seed_of
+from keel.rl.turns import Message, Parsed, ToolCall, message_of, seed_of
 from keel.rl.types import Verdict
-from keel.synthesis.author import Author, AuthorReply, gather_or_cancel, run_tool_loop
+from keel.synthesis.author import Author, gather_or_cancel, run_tool_loop
 from keel.synthesis.general.sandboxes import SLACK_S, GeneralSandboxes, reject_crashes
 from keel.synthesis.ledger import Rejected
 
@@ -264,12 +264,12 @@ class _EnvironmentWriter:
             within = f" within {limits[worked.ended]}" if worked.ended in limits else ""
             raise Rejected("database", f"no database submitted{within}")
 
-    async def _revise(self, purpose: str, write: Callable[[AuthorReply], Awaitable[None]]) -> None:
+    async def _revise(self, purpose: str, write: Callable[[Parsed], Awaitable[None]]) -> None:
         """Ask the author for a draft, and pass it to `write`, which checks and stores it. If it is
         rejected, the author may revise it `general.revisions` times."""
         for remaining in reversed(range(self.sandboxes.config.revisions + 1)):
             reply = await self.author.ask(self._messages, purpose=purpose)
-            self._messages.append(reply.message())
+            self._messages.append(message_of(reply))
             try:
                 return await write(reply)
             except Rejected as refused:
@@ -279,13 +279,13 @@ class _EnvironmentWriter:
                 answer = f"Rejected ({refused.gate}): {refused.reason}"
                 self._messages.append(_user(f"{answer}\n\nFix it, and write all sections again."))
 
-    async def _write_tools(self, reply: AuthorReply) -> None:
+    async def _write_tools(self, reply: Parsed) -> None:
         files = {**self._files, "tools.py": _split_sections(reply, ("tools",))["tools"]}
         self._write(files, [])
         self._specs = await self.sandboxes.describe(self.path)
         self._files = files
 
-    async def _write_task(self, reply: AuthorReply) -> None:
+    async def _write_task(self, reply: Parsed) -> None:
         number = len(self._tasks)
         optional = ("tools",) if number else ()
         sections = _split_sections(reply, ("question", "solve", "verify"), optional)
@@ -369,11 +369,11 @@ _BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.
 
 
 def _split_sections(
-    reply: AuthorReply, required: Sequence[str], optional: Sequence[str] = ()
+    reply: Parsed, required: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, str]:
     """Split a response into sections at its headings. A section's content is its first code block,
     or its text if it has none. Raises Rejected if a required section is missing."""
-    if reply.cut:
+    if not reply.closed:
         raise Rejected("form", "the reply was cut off by author.max_tokens or the context")
     # Blank out the code blocks, so that comments in code are not taken for headings.
     text = _BLOCK.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), reply.content)

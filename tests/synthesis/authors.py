@@ -8,34 +8,39 @@ from pathlib import Path
 from typing import Any
 
 from keel.commands.synthesize import _make_all, _Pipeline
-from keel.rl.turns import Message, ToolSpec
-from keel.synthesis.author import AuthorReply
+from keel.rl.turns import Malformed, Message, Parsed, ToolCall, ToolSpec
 from keel.synthesis.ledger import Ledger
 from tests.rewards.judge.judge_server import Reply
 from tests.waiting import PATIENCE_S
 
-Writes = Callable[[Sequence[Message], Sequence[ToolSpec], str], AuthorReply | str]
+Writes = Callable[[Sequence[Message], Sequence[ToolSpec], str], Parsed | str]
 """Reply from messages, tools and purpose."""
+
+
+def replied(
+    content: str = "", *, calls: Sequence[ToolCall | Malformed] = (), cut: bool = False
+) -> Parsed:
+    return Parsed(content=content, reasoning="", closed=not cut, calls=tuple(calls))
 
 
 @dataclass
 class ScriptedAuthor:
     """Replies by a function, or by the entries of a list, in order."""
 
-    script: Writes | list[AuthorReply | str]
+    script: Writes | list[Parsed | str]
     name: str = "scripted"
     asked: list[tuple[str, list[Message]]] = field(default_factory=list[Any])
     """(purpose, messages) of every call."""
 
     async def ask(
         self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
-    ) -> AuthorReply:
+    ) -> Parsed:
         self.asked.append((purpose, list(messages)))
         if isinstance(self.script, list):
             reply = self.script.pop(0)
         else:
             reply = self.script(messages, tools, purpose)
-        return AuthorReply(content=reply) if isinstance(reply, str) else reply
+        return replied(reply) if isinstance(reply, str) else reply
 
 
 def completion(message: dict[str, Any], finish: str = "stop", **usage: int) -> Reply:

@@ -22,10 +22,9 @@ from keel.commands.cli import main
 from keel.commands.synthesize import MakeTask, _make_all, synthesize
 from keel.configs.load import load_as
 from keel.configs.synthesis import AuthorConfig, CostConfig, SynthesisConfig
-from keel.rl.turns import Malformed, ToolCall, ToolSpec
+from keel.rl.turns import Malformed, Parsed, ToolCall, ToolSpec
 from keel.synthesis.author import (
     AuthorLost,
-    AuthorReply,
     BudgetSpent,
     CallUsage,
     EndpointAuthor,
@@ -36,7 +35,7 @@ from keel.synthesis.author import (
 from keel.synthesis.general.pipeline import _number_function, _split_sections
 from keel.synthesis.ledger import Ledger, Rejected
 from tests.rewards.judge.judge_server import Reply, Server, running
-from tests.synthesis.authors import ScriptedAuthor, completion
+from tests.synthesis.authors import ScriptedAuthor, completion, replied
 from tests.waiting import PATIENCE_S
 
 KEYS = [f"t{n}" for n in range(8)]
@@ -187,7 +186,7 @@ def author_of(
     return EndpointAuthor(config, SynthesisBudget(limits or CostConfig(), [], kept.append)), kept
 
 
-def ask(author: EndpointAuthor, times: int = 1, **more: Any) -> list[AuthorReply | BaseException]:
+def ask(author: EndpointAuthor, times: int = 1, **more: Any) -> list[Parsed | BaseException]:
     async def all_of_them() -> list[Any]:
         try:
             work = (author.ask(ASK, purpose="test", **more) for _ in range(times))
@@ -210,7 +209,7 @@ def test_request_and_reply(endpoint: Server) -> None:
         endpoint, usd_per_million_prompt_tokens=1.0, usd_per_million_completion_tokens=10.0
     )
     (answer,) = ask(author, tools=(LOOK,))
-    assert isinstance(answer, AuthorReply) and answer.content == ""
+    assert isinstance(answer, Parsed) and answer.content == ""
     good, bad = answer.calls
     assert good == ToolCall(call_id="1", name="look", arguments={"at": 1})
     assert isinstance(bad, Malformed) and bad.call_id == "2"
@@ -288,7 +287,7 @@ def test_overlong_conversation_is_truncated(endpoint: Server) -> None:
 
     first, later = asyncio.run(both())
     assert isinstance(first, AuthorLost) and "author.max_tokens = 8192" in str(first)
-    assert later == AuthorReply(content="", cut=True)
+    assert later == replied(cut=True)
 
 
 SCHEMA = {"type": "object", "required": ["a"], "additionalProperties": False}
@@ -296,9 +295,7 @@ SCHEMA["properties"] = {"a": {"type": "integer"}}
 ADD = ToolSpec(name="add", description="", parameters=SCHEMA)
 
 
-def worked(
-    *script: AuthorReply | str, most_turns: int = 5
-) -> tuple[ToolLoopResult, list[ToolCall]]:
+def worked(*script: Parsed | str, most_turns: int = 5) -> tuple[ToolLoopResult, list[ToolCall]]:
     ran: list[ToolCall] = []
 
     async def call(one: ToolCall) -> ToolResult:
@@ -324,8 +321,8 @@ def results(done: ToolLoopResult) -> list[str]:
 def test_it_calls_until_it_has_an_answer() -> None:
     broken = Malformed(call_id="3", text="add(", why="no JSON")
     done, ran = worked(
-        AuthorReply(content="", calls=(add(1), add("one", "2"), broken)),
-        AuthorReply(content="", calls=(add(13),)),
+        replied(calls=(add(1), add("one", "2"), broken)),
+        replied(calls=(add(13),)),
         "two",
     )
     assert [one.arguments["a"] for one in ran] == [1, 13]
@@ -337,10 +334,10 @@ def test_it_calls_until_it_has_an_answer() -> None:
 
 
 def test_other_endings() -> None:
-    assert worked(AuthorReply(content="", calls=(add(99), add(1))))[0].ended == "done"
-    cut, ran = worked(AuthorReply(content="I th", calls=(add(1),), cut=True))
+    assert worked(replied(calls=(add(99), add(1))))[0].ended == "done"
+    cut, ran = worked(replied("I th", calls=(add(1),), cut=True))
     assert cut.ended == "length" and not ran
-    forever = [AuthorReply(content="", calls=(add(1),))] * 9
+    forever = [replied(calls=(add(1),))] * 9
     done, ran = worked(*forever, most_turns=3)
     assert (done.ended, done.answer, len(ran)) == ("turns", "", 3)
 
@@ -367,16 +364,16 @@ def verify(answer, database):
 
 
 def test_sections_of_a_reply() -> None:
-    parts = _split_sections(AuthorReply(content=REPLY), ("question", "solve", "verify"), ("tools",))
+    parts = _split_sections(replied(REPLY), ("question", "solve", "verify"), ("tools",))
     assert list(parts) == ["question", "solve", "verify"]
     assert parts["question"] == "Which is it? A list.\n"
     assert _number_function(parts["solve"], "solve", 2).startswith("# tools\ndef solve_2(tools):")
     assert parts["verify"].endswith("== [1]\n")
     capitals = REPLY.replace("## verify", "## Verify")
-    assert _split_sections(AuthorReply(content=capitals), ("question", "solve", "verify")) == parts
+    assert _split_sections(replied(capitals), ("question", "solve", "verify")) == parts
     for cut, text in ((True, REPLY), (False, REPLY.replace("verify:", "proof"))):
         with pytest.raises(Rejected):
-            _split_sections(AuthorReply(content=text, cut=cut), ("question", "solve", "verify"))
+            _split_sections(replied(text, cut=cut), ("question", "solve", "verify"))
     with pytest.raises(Rejected):
         _number_function("def solve(tools):\n    pass\ndef solve(tools):\n    pass", "solve", 0)
 

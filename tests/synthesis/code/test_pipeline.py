@@ -10,10 +10,9 @@ import pytest
 
 from keel.agents.environments.code.languages import LANGUAGES
 from keel.configs.synthesis import CodeLanguage
-from keel.rl.turns import ToolCall
-from keel.synthesis.author import AuthorReply
+from keel.rl.turns import Parsed, ToolCall
 from keel.synthesis.code.candidate import GitSource
-from tests.synthesis.authors import ScriptedAuthor
+from tests.synthesis.authors import ScriptedAuthor, replied
 from tests.synthesis.code.projects import (
     AFTER,
     BEFORE,
@@ -74,11 +73,11 @@ def test_agent_fixes_a_failing_setup(tmp_path: Path) -> None:
     git = repository(tmp_path / "git", ("Begin", BEFORE), (ISSUE, AFTER))
     prompts: list[str] = []
 
-    def call(name: str, **arguments: Any) -> AuthorReply:
+    def call(name: str, **arguments: Any) -> Parsed:
         one = ToolCall(call_id="c", name=name, arguments=arguments)
-        return AuthorReply(content="", calls=(one,))
+        return replied(calls=(one,))
 
-    def writes(messages: Any, tools: Any, purpose: str) -> AuthorReply:
+    def writes(messages: Any, tools: Any, purpose: str) -> Parsed:
         prompts.append(messages[-1]["content"])
         assert purpose == "setup" and [tool.name for tool in tools] == ["bash", "submit"]
         return [

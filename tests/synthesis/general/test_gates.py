@@ -12,14 +12,14 @@ import pytest
 from keel.agents.environments.general.author_code import Folder, resolve_folders
 from keel.agents.types import EnvironmentLost
 from keel.configs.synthesis import GeneralConfig
-from keel.rl.turns import Message, ToolCall, ToolSpec
+from keel.rl.turns import Message, Parsed, ToolCall, ToolSpec
 from keel.rl.types import Verdict
-from keel.synthesis.author import AuthorReply, BudgetSpent
+from keel.synthesis.author import BudgetSpent
 from keel.synthesis.general.pipeline import GeneralPipeline
 from keel.synthesis.general.sandboxes import GeneralSandboxes
 from keel.synthesis.ledger import Rejected
 from tests.agents.sandboxes import commands, wrap_of
-from tests.synthesis.authors import ScriptedAuthor, run_pipeline
+from tests.synthesis.authors import ScriptedAuthor, replied, run_pipeline
 from tests.waiting import PATIENCE_S, wait_for, within_some
 
 PRICES = {"apple": 4, "fig": 9, "grape": 7, "lime": 3, "melon": 12, "plum": 6}
@@ -383,8 +383,8 @@ HARDEST = (
 )
 
 
-def called(name: str, **arguments: Any) -> AuthorReply:
-    return AuthorReply(content="", calls=(ToolCall(call_id="c", name=name, arguments=arguments),))
+def called(name: str, **arguments: Any) -> Parsed:
+    return replied(calls=(ToolCall(call_id="c", name=name, arguments=arguments),))
 
 
 def reply(**parts: str) -> str:
@@ -409,7 +409,7 @@ def market(
 
     def says(
         messages: Sequence[Message], offered: Sequence[ToolSpec], purpose: str
-    ) -> AuthorReply | str:
+    ) -> Parsed | str:
         turn = sum(message["role"] == "assistant" for message in messages)
         if purpose == "database":
             data = json.dumps({"fruit": FRUIT})
@@ -481,7 +481,7 @@ def test_resume_keeps_finished_environments(tmp_path: Path) -> None:
 
     def says(
         messages: Sequence[Message], offered: Sequence[ToolSpec], purpose: str
-    ) -> AuthorReply | str:
+    ) -> Parsed | str:
         if purpose == "database" and "number 2 of 2" in str(messages[1]["content"]):
             raise BudgetSpent("budget.tokens = 9")
         return first(messages, offered, purpose)

@@ -18,8 +18,14 @@ from keel.configs.synthesis import AnswererConfig, SearchTasksConfig
 from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_spec
 from keel.rewards.rules.verifiers import verifier_for
-from keel.rl.turns import Message, ToolCall, ToolSpec
-from keel.synthesis.author import AuthorReply
+from keel.rl.turns import (
+    Message,
+    Parsed,
+    ToolCall,
+    ToolSpec,
+    message_of,
+    openai_message,
+)
 from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.pipeline import SearchPipeline, _rare_entities
 from keel.synthesis.search.question import (
@@ -33,7 +39,7 @@ from keel.synthesis.search.question import (
 )
 from tests.agents.environments.search.corpus import write_corpus
 from tests.rewards.judge.judge_server import Reply, running
-from tests.synthesis.authors import ScriptedAuthor, completion
+from tests.synthesis.authors import ScriptedAuthor, completion, replied
 from tests.waiting import PATIENCE_S
 
 QUESTION = (
@@ -61,13 +67,13 @@ def submitted(**changes: Any) -> dict[str, Any]:
     return {**SUBMITTED, **changes}
 
 
-def calls(name: str, *arguments: Mapping[str, Any]) -> AuthorReply:
+def calls(name: str, *arguments: Mapping[str, Any]) -> Parsed:
     numbered = enumerate(arguments)
     made = (ToolCall(call_id=f"{name}{n}", name=name, arguments=one) for n, one in numbered)
-    return AuthorReply(content="", calls=tuple(made))
+    return replied(calls=tuple(made))
 
 
-def opens(*names: str) -> AuthorReply:
+def opens(*names: str) -> Parsed:
     return calls("open", *({"document": name} for name in names))
 
 
@@ -88,7 +94,7 @@ class Agents:
 
     def __call__(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], purpose: str
-    ) -> AuthorReply | str:
+    ) -> Parsed | str:
         began = not any(message["role"] == "assistant" for message in messages)
         if purpose == "question":
             if began:
@@ -104,7 +110,7 @@ class Agents:
         assert purpose == "judge", purpose
         return self._judge(messages)
 
-    def _decide(self, messages: Sequence[Message]) -> AuthorReply:
+    def _decide(self, messages: Sequence[Message]) -> Parsed:
         labels = material(messages[1])["answers"]
         overrides = self.verdicts[self._passes] if self._passes < len(self.verdicts) else {}
         self._passes += 1
@@ -360,9 +366,9 @@ def test_prompts_that_search_helps_to_answer_are_selected(tmp_path: Path) -> Non
     assert item.prompt.reward["kind"] == "rubric"
 
 
-def reply(answer: AuthorReply | str) -> Reply:
-    answer = AuthorReply(content=answer) if isinstance(answer, str) else answer
-    return completion(answer.message(), prompt_tokens=9, completion_tokens=1)
+def reply(answer: Parsed | str) -> Reply:
+    answer = replied(answer) if isinstance(answer, str) else answer
+    return completion(openai_message(message_of(answer)), prompt_tokens=9, completion_tokens=1)
 
 
 def test_recipe_to_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
