@@ -148,7 +148,7 @@ class Stock:
         from vllm import SamplingParams  # noqa: PLC0415
 
         requests = [
-            {"prompt_token_ids": render_prompt(self._tokenizer, prompt).token_ids}
+            {"prompt_token_ids": render_prompt(self._tokenizer, prompt)[0]}
             for prompt in prompts
             for _ in range(self._size.group)
         ]

@@ -113,12 +113,12 @@ def arrange(
     these to ranks. With `share_prompts`, common prefixes are packed once if that is faster."""
     members = [PrefixGroup((item,)) for group in groups for item in group]
     if share_prompts:
-        members = share_prefixes(groups, members, ranks, capacity)
+        members = _share_prefixes(groups, members, ranks, capacity)
     plan = _balance(members, ranks, capacity)
     return [tuple(tuple(members[i] for i in one) for one in bins) for bins in plan]
 
 
-def share_prefixes(
+def _share_prefixes(
     groups: Sequence[Sequence[PackItem]], apart: list[PrefixGroup], ranks: int, capacity: int
 ) -> list[PrefixGroup]:
     """Choose the prefix groups that minimize the slowest rank's time. `apart` has one group for
@@ -146,24 +146,16 @@ def share_prefixes(
 
 
 def _balance(groups: Sequence[PrefixGroup], ranks: int, capacity: int) -> list[list[list[int]]]:
-    """Even out token counts (time) and cap sizes (memory)."""
-    sizes, tokens = [group.size for group in groups], [group.tokens for group in groups]
-    return balance(tokens, ranks=ranks, capacity=capacity, sizes=sizes)
+    """Assign groups to micro-batches so that all ranks take about the same time. Returns indices
+    into `groups` as [rank][micro-batch][group]. The sum of sizes (memory) in a micro-batch is at
+    most `capacity`, unless a single group is larger than that.
 
-
-def balance(
-    tokens: Sequence[int], *, ranks: int, capacity: int, sizes: Sequence[int] | None = None
-) -> list[list[list[int]]]:
-    """Assign items to micro-batches so that all ranks take about the same time. Returns indices
-    into `tokens` as [rank][micro-batch][item]. The sum of `sizes` (by default `tokens`) in a
-    micro-batch is at most `capacity`, unless a single item is larger than that.
-
-    The longest items are placed first, each into the micro-batch with the fewest tokens. The number
-    of micro-batches is the smallest multiple of `ranks` that holds all items. Micro-batches of
-    similar size run at the same time on all ranks, in alternating rank order so that the totals per
-    rank also come out similar.
+    The groups with the most tokens (time) are placed first, each into the micro-batch with the
+    fewest tokens. The number of micro-batches is the smallest multiple of `ranks` that holds all
+    groups. Micro-batches of similar size run at the same time on all ranks, in alternating rank
+    order so that the totals per rank also come out similar.
     """
-    sizes = tokens if sizes is None else sizes
+    sizes, tokens = [group.size for group in groups], [group.tokens for group in groups]
     order = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
     total = sum(min(size, capacity) for size in sizes)
     alone = sum(2 * size > capacity for size in sizes)  # no two of them share a bin

@@ -44,7 +44,7 @@ LATER = "later: "  # starts the reason for a drop if the same request may succee
 _FORBIDDEN = 403
 _SHARED_STATUS = frozenset({401, 402, 404})  # a wrong API key, balance or address
 _BUSY_STATUS = frozenset({408, 409, 429, *range(500, 600)})  # HTTP statuses of temporary failures
-MAX_FAILURES = 64  # consecutive forbidden or disconnected requests of an unusable endpoint
+_MAX_FAILURES = 64  # consecutive forbidden or disconnected requests of an unusable endpoint
 _UNKNOWN_ID = -1
 _CHARACTERS_PER_TOKEN = 4  # for openings and tool results, whose tokens are not counted
 _MAX_TURN_S = 86_400.0
@@ -74,7 +74,7 @@ class EndpointCompletions:
                 f"endpoint.api_key_env = {config.api_key_env}: no such environment variable"
             )
         self._config, self._key = config, key
-        self._failures = MAX_FAILURES  # before the first reply, one failure is enough
+        self._failures = _MAX_FAILURES  # before the first reply, one failure is enough
 
     def __enter__(self) -> Self:
         from openai import AsyncOpenAI, Timeout  # noqa: PLC0415  slow, for few commands
@@ -200,7 +200,7 @@ class EndpointCompletions:
         """Count a failed request. Returns True if so many requests in a row have failed that the
         endpoint must be to blame."""
         self._failures += 1
-        return self._failures > MAX_FAILURES
+        return self._failures > _MAX_FAILURES
 
     def _unusable(self, why: str) -> RuntimeError:
         return RuntimeError(f"endpoint.base_url = {self._config.base_url}: {why}")

@@ -83,19 +83,19 @@ class SparsePass:
         return torch.stack(self.losses).sum()
 
 
-def sparse_layers(model: nn.Module) -> list[nn.Module]:
+def _sparse_layers(model: nn.Module) -> list[nn.Module]:
     """Return the attention modules that have an indexer, in layer order."""
     return [m for m in model.modules() if isinstance(getattr(m, "indexer", None), nn.Module)]
 
 
 def indexers(model: nn.Module) -> list[nn.Module]:
-    return [layer.get_submodule("indexer") for layer in sparse_layers(model)]
+    return [layer.get_submodule("indexer") for layer in _sparse_layers(model)]
 
 
 def use_sparse_attention(model: PreTrainedModel) -> None:
     """Make the sparse attention layers in `model` process packed segments chunk by chunk. Raises
     ValueError if the model family isn't supported."""
-    layers = sparse_layers(model)
+    layers = _sparse_layers(model)
     unknown = {type(layer).__name__ for layer in layers} - {_SUPPORTED}
     if unknown:
         raise ValueError(
@@ -251,7 +251,7 @@ def _attend(
             parts = _apply_in_chunks(run.dense, queries, keys, size=size, first=first)
         else:
             replayed = [] if recorded is None else [block(recorded, own)]
-            chosen = select_in_chunks(
+            chosen = _select_in_chunks(
                 queries[1], queries[2], keys[1], top_k, size, first=first, recorded=replayed
             )
             parts = _apply_in_chunks(run.chosen, [*queries, chosen], keys, size=size, first=first)
@@ -332,7 +332,7 @@ class ChunkAttention:
 
 
 @torch.no_grad()
-def select_in_chunks(
+def _select_in_chunks(
     query: Tensor,
     weight: Tensor,
     key: Tensor,

@@ -20,15 +20,12 @@ from keel.rollout.spec import LostTurn
 _THINK_BLOCK = re.compile(f"{THINK.open}(.*?){THINK.close}", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RenderedPrompt:
-    token_ids: list[int]
-    thinking: bool  # True if the prompt ends inside a think block that the policy has to close
-
-
-def render_prompt(tokenizer: Any, prompt: Prompt, marks: ThinkingMarks = THINK) -> _RenderedPrompt:
+def render_prompt(
+    tokenizer: Any, prompt: Prompt, marks: ThinkingMarks = THINK
+) -> tuple[list[int], bool]:
     """Convert a prompt to token ids with the chat template. A raw prompt is tokenized as is,
-    preceded by the tokenizer's start token.
+    preceded by the tokenizer's start token. Also returns True if the prompt ends inside a think
+    block, which the policy has to close.
 
     `marks` are the strings that open and close the model's thinking. Raises ValueError if there are
     no token ids.
@@ -48,7 +45,7 @@ def render_prompt(tokenizer: Any, prompt: Prompt, marks: ThinkingMarks = THINK) 
     if not token_ids:
         source = "tokenizer" if prompt.raw else "chat template"
         raise ValueError(f"prompt {prompt.prompt_id}: the {source} renders it to nothing")
-    return _RenderedPrompt(token_ids=token_ids, thinking=text.rstrip().endswith(marks.open))
+    return token_ids, text.rstrip().endswith(marks.open)
 
 
 def decode_all(

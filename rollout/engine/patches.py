@@ -28,7 +28,7 @@ _kernels: Any = kernel_warmup
 # Size of the KV cache.
 
 SPARE = 1.25  # enlarges the cache, so that later completions may share prompts with finished ones
-SPARE_PAGES = 16  # per completion, because Keel's scheduler allocates several pages at once
+_SPARE_PAGES = 16  # per completion, because Keel's scheduler allocates several pages at once
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def cap_kv_cache(conversations: int = 0) -> Iterator[None]:
             layers = spec.values()
             if len({(type(layer), layer.page_size_bytes) for layer in layers}) == 1:
                 one = sum(layer.max_memory_usage_bytes(vllm_config) for layer in layers)
-                spare = SPARE_PAGES * sum(layer.page_size_bytes for layer in layers)
+                spare = _SPARE_PAGES * sum(layer.page_size_bytes for layer in layers)
                 memory = min(memory, int(SPARE * contexts * (one + spare)))
             sizes.append(memory)
         return original(vllm_config, kv_cache_specs, sizes)

@@ -153,18 +153,18 @@ class VllmEngine:
             )
         else:
             prompt = request.prompt
-            rendered = render_prompt(self._tokenizer, prompt, self._marks)
+            context, thinking = render_prompt(self._tokenizer, prompt, self._marks)
             # One request per sibling: each has its seed, which is the same on every engine and in
             # every run, and they share the prompt's blocks.
             key = self.spec.seed, self.version, request.draw
             seeds = [seed_of(*key, sibling, prompt.prompt_id) for sibling in range(request.size)]
             job = Job(
                 label=f"prompt {prompt.prompt_id}",
-                context=rendered.token_ids,
+                context=context,
                 sampling=sampling,
                 recording=recording,
                 prompt=prompt,
-                thinking=rendered.thinking,
+                thinking=thinking,
             )
         self._begin(number, job, seeds)
 

@@ -15,8 +15,8 @@ from keel.model.attention import Segments, use_packed_attention
 from keel.model.sparse.attention import (
     ChunkAttention,
     SparsePass,
+    _sparse_layers,
     recorded_selection,
-    sparse_layers,
     use_sparse_attention,
 )
 from keel.model.sparse.indexer import NONE, select_top_keys
@@ -242,7 +242,7 @@ def test_recorded_positions_match_transformers(recomputed: bool) -> None:
     start, alone = 0, []
     for part in ids:
         stop = start + part.shape[1]
-        for layer, attention in enumerate(sparse_layers(plain)):
+        for layer, attention in enumerate(_sparse_layers(plain)):
             # Padding with a selected position has no effect in transformers' mask.
             own = torch.from_numpy(selected[start:stop, layer]).clone()
             own = own.where(own >= 0, own[:, :1])[None]

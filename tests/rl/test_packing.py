@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keel.rl import prefix_sharing
 from keel.rl.packing import MicroBatch, TrainBatch, split_updates
-from keel.rl.prefix_sharing import balance
 from keel.rl.types import NO_ROUTE, ScoredGroup, Segment
 from tests.rl.packed import fresh_table, gradient, micro_batches, oracle, pack
 from tests.rl.rollouts import (
@@ -190,6 +191,11 @@ def test_empty_groups_make_no_updates() -> None:
     lost = scored([], [], dropped=("late",))
     assert split_updates([lost, first, lost, second], 3) == [[first], [second]]
     assert split_updates([lost], 2) == []
+
+
+def balance(tokens: list[int], *, ranks: int, capacity: int) -> list[list[list[int]]]:
+    groups: Any = [SimpleNamespace(tokens=count, size=count) for count in tokens]
+    return prefix_sharing._balance(groups, ranks, capacity)
 
 
 def test_balance_is_even() -> None:

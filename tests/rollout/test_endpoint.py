@@ -14,7 +14,7 @@ from keel.commands.cli import main
 from keel.configs.schema import EndpointConfig, SamplingConfig
 from keel.rl.turns import conversation_of
 from keel.rl.types import Group, Prompt
-from keel.rollout.endpoint import LATER, MAX_FAILURES, EndpointCompletions, EndpointTurns
+from keel.rollout.endpoint import _MAX_FAILURES, LATER, EndpointCompletions, EndpointTurns
 from tests.rewards.judge.judge_server import Reply, Server, running
 from tests.waiting import PATIENCE_S
 
@@ -116,7 +116,7 @@ def test_lost_connections_end_the_run_unless_others_succeed(endpoint: Server) ->
         with pytest.raises(RuntimeError, match=r"endpoint.base_url"):
             ask(Reply("", hang_up=True))
         assert ask(words("x")).trajectories
-        for _ in range(MAX_FAILURES):
+        for _ in range(_MAX_FAILURES):
             assert ask(Reply("", hang_up=True)).dropped[0].startswith(LATER)
         with pytest.raises(RuntimeError, match=r"endpoint.base_url"):
             ask(Reply("", hang_up=True))

@@ -148,7 +148,7 @@ def test_chat_template_reaches_engines_and_export(base_recipe: Path, tmp_path: P
     task = prepare(str(base_recipe), [f"model.chat_template={tmp_path}/chat.jinja"])
     assert task.notes["chats"].startswith("written by model.chat_template")
     config, (prompt,) = task.config, task.dataset.train.sources["sums"]
-    ids = render_prompt(task.tokenizer, prompt).token_ids
+    ids = render_prompt(task.tokenizer, prompt)[0]
     assert task.tokenizer.decode(ids) == "<user>1 + 1 =\n<assistant>"
     assert EngineSpec.of(config, "model").chat_template == TEMPLATE
     _write_tokenizer(tmp_path / "out", str(tmp_path), config.model.chat_template)

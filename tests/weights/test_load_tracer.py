@@ -314,7 +314,7 @@ def test_cache_is_bounded_by_completions() -> None:
         scheduler_config=SimpleNamespace(max_num_seqs=8),
     )
     page = 2 * 16 * 2 * 64 * 2  # keys and values of 16 tokens
-    _enough = cache.SPARE * 8 * 2 * (7 + cache.SPARE_PAGES) * page  # 100 tokens are 7 pages
+    _enough = cache.SPARE * 8 * 2 * (7 + cache._SPARE_PAGES) * page  # 100 tokens are 7 pages
     calls: list[list[float]] = []
 
     def record(vllm_config: Any, kv_cache_specs: Any, available_memory: list[float]) -> str:

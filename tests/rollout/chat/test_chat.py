@@ -186,7 +186,7 @@ def test_prompts_lessons_and_endpoint_read_developer_alike(name: str) -> None:
     assert list(request.messages) == messages
     prompt = Prompt(prompt_id="p", domain="d", messages=tuple(messages), thinking=False)
     ids = chat.opening(request.messages, (), thinking=False)
-    assert ids == render_prompt(tokenizer_of(name), prompt).token_ids
+    assert ids == render_prompt(tokenizer_of(name), prompt)[0]
     said = {"role": "assistant", "content": "Rome."}
     (lesson,) = render_given(chat, [*messages, said], (), thinking=False)
     assert list(lesson.ids[: len(ids)]) == ids

@@ -285,7 +285,7 @@ def completed(name: str, text: str) -> dict[str, Any]:
     assert marks is not None
     ids = tokenizer.encode(text, add_special_tokens=False)
     (raw,) = decode_all(tokenizer, [ids], marks)
-    return _split_message(raw, thinking=render_prompt(tokenizer, prompt(), marks).thinking)
+    return _split_message(raw, thinking=render_prompt(tokenizer, prompt(), marks)[1])
 
 
 def in_a_conversation(name: str, text: str) -> dict[str, Any]:
