@@ -2,7 +2,6 @@
 
 import inspect
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -73,13 +72,12 @@ def varlen_operator() -> Any:
     return torch.ops.torch_attn._varlen_attn.default
 
 
-def register_flash_kernels(name: str, module: str) -> None:
-    """Register the flash attention kernels in a module under a name for PyTorch's
-    `activate_flash_attention_impl`."""
-    from torch.nn.attention import _fa4, register_flash_attention_impl  # noqa: PLC0415
+def replace_flash_kernels(module: str) -> Any:
+    """Use a module's `_flash_attn_fwd` and `_flash_attn_bwd` as the kernels of PyTorch's flash
+    attention. Returns a handle, whose `remove` method restores PyTorch's kernels."""
+    from torch.nn.attention import _fa4  # noqa: PLC0415  (PyTorch calls it a prototype)
 
-    register = partial(_fa4.register_flash_attention_fa4, module)
-    register_flash_attention_impl(name, register_fn=register)
+    return _fa4.register_flash_attention_fa4(module)
 
 
 def flash_gradients(

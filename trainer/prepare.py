@@ -272,7 +272,7 @@ def prompt_tokens(prompt: Prompt, tokenizer: Any, facts: ModelFacts) -> int:
     if prompt.environment:
         return 0
     try:
-        token_ids = render_prompt(tokenizer, prompt).token_ids
+        token_ids = render_prompt(tokenizer, prompt)[0]
     except (TemplateError, TypeError, ValueError) as error:
         raise ConfigError(
             f"prompt {prompt.prompt_id}: cannot be written by {name_of(tokenizer)}: {error}. "

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 from transformers import PreTrainedModel
 
 from keel.model.attention import Segments, attend
-from keel.model.torch_internals import register_flash_kernels
+from keel.model.torch_internals import replace_flash_kernels
 
 PACKAGE = "flash-attn-4 (Keel's extra `gpu` has it)"
 _GENERATIONS = (9, 10)
-_NAME = "keel_flash4"
+_ACTIVE: list[Any] = []
+"""The handle of the kernels, if PyTorch uses them."""
 _PROBE = (1, 130, 64, 7, 300, 65)
 _FOLLOWS = (-1, -1, 1, 1, -1, 4)
 """Segment that each segment follows in the comparison with shared prefixes. This includes segments
@@ -58,29 +58,20 @@ def use_flash4(
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    shape = heads // sequence_parallel, lcm(kv_heads, sequence_parallel) // sequence_parallel, width
-    return _activate(*shape, getattr(text, "sliding_window", None), device, model.dtype)
-
-
-@cache
-def _activate(
-    heads: int,
-    kv_heads: int,
-    width: int,
-    window: int | None,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> str:
-    register_flash_kernels(_NAME, __name__)
+    heads //= sequence_parallel
+    kv_heads = lcm(kv_heads, sequence_parallel) // sequence_parallel
+    window = getattr(text, "sliding_window", None)
     windows = [None] if window is None else [None, min(_WINDOW, window)]
     try:
-        activate_flash_attention_impl(_NAME)
-        reason = find_error(heads, kv_heads, width, windows, device, dtype)
+        if not _ACTIVE:
+            _ACTIVE.append(replace_flash_kernels(__name__))
+        reason = find_error(heads, kv_heads, width, windows, device, model.dtype)
     except Exception as error:  # compilers, drivers, file locks
         reason = f"fails: {type(error).__name__}: {error}"[:500]
     if not reason:
         return ""
-    restore_flash_attention_impl()
+    while _ACTIVE:
+        _ACTIVE.pop().remove()
     return f"{PACKAGE} {reason}"
 
 
