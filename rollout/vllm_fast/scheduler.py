@@ -46,33 +46,33 @@ class _ScheduledStep:
     output: SchedulerOutput
     other: SchedulerOutput | None  # what vLLM scheduled for requests outside the batch
     ids: list[str]
-    places: NDArray[np.int64]
+    slots: NDArray[np.int64]
 
 
 class _DecodeBatch:
     """A batch of requests that sample one token per step, along with their counters and recorded
     data. Arrays of shape [P] are indexed by batch slot, and columns correspond to steps."""
 
-    def __init__(self, places: int) -> None:
-        self.requests: list[Any] = [None] * places  # [P] vLLM's `Request`s, or None
-        self.place_of: dict[str, int] = {}
-        self.stops: list[frozenset[int]] = [frozenset()] * places  # [P] ids that end the request
-        self.live = np.zeros(places, np.bool_)  # [P] False once the request here has finished
-        self.first = np.zeros(places, np.int64)  # [P] step at which each request joined
-        self.computed = np.zeros(places, np.int64)
-        self.outputs = np.zeros(places, np.int64)
+    def __init__(self, slots: int) -> None:
+        self.requests: list[Any] = [None] * slots  # [P] vLLM's `Request`s, or None
+        self.slot_of: dict[str, int] = {}
+        self.stop_ids: list[frozenset[int]] = [frozenset()] * slots  # [P] ids that end the request
+        self.live = np.zeros(slots, np.bool_)  # [P] False once the request here has finished
+        self.first_step = np.zeros(slots, np.int64)  # [P] step at which each request joined
+        self.computed = np.zeros(slots, np.int64)
+        self.outputs = np.zeros(slots, np.int64)
         """[P] number of tokens sampled before a step, including those in flight, minus the number
         of the step. `computed` is the same for scheduled tokens."""
-        self.limits = np.zeros(places, np.int64)  # [P] `max_tokens` of each request
-        self.due = np.full(places, _NEVER)  # [P] step at which each request needs its next KV block
-        self.room = np.full(places, _NEVER)  # [P] step at the end of the context window
-        self.last = np.full(places, _NEVER)  # [P] step of each last token, once received
+        self.limits = np.zeros(slots, np.int64)  # [P] `max_tokens` of each request
+        self.next_block_step = np.full(slots, _NEVER)  # [P] step that needs the next KV block
+        self.window_end = np.full(slots, _NEVER)  # [P] step at the end of the context window
+        self.last_step = np.full(slots, _NEVER)  # [P] step of each last token, once received
         self.received = 0
         self.in_flight: list[_ScheduledStep] = []  # steps without received tokens, oldest first
-        self._tokens = np.empty((_MAX_STEPS, places), np.int64)
-        self._logp = np.empty((_MAX_STEPS, places), np.float32)
-        self._starts = np.zeros((_MAX_STEPS, places), np.int64)
-        self._sizes = np.zeros((_MAX_STEPS, places), np.int64)
+        self._tokens = np.empty((_MAX_STEPS, slots), np.int64)
+        self._logp = np.empty((_MAX_STEPS, slots), np.float32)
+        self._starts = np.zeros((_MAX_STEPS, slots), np.int64)
+        self._sizes = np.zeros((_MAX_STEPS, slots), np.int64)
         """Number of ids in each sampling mask. A mask starts at `_starts` in `_ids`."""
         self._ids = np.empty(0, np.int32)
         self._num_ids = 0
@@ -87,36 +87,36 @@ class _DecodeBatch:
     def refresh(self) -> None:
         """Update everything that depends on which requests are in the batch. Call this after
         requests have joined or left."""
-        present = {place: it for place, it in enumerate(self.requests) if it is not None}
-        self.places = np.array(list(present), int)
+        present = {slot: r for slot, r in enumerate(self.requests) if r is not None}
+        self.slots = np.array(list(present), int)
         self.ids = [request.request_id for request in present.values()]
         self.one_each = dict.fromkeys(self.ids, 1)
-        self.any_stop = frozenset().union(*(self.stops[place] for place in self.places))
-        self.end = int(self.room.min())
+        self.all_stop_ids = frozenset().union(*(self.stop_ids[slot] for slot in self.slots))
+        self.end = int(self.window_end.min())
 
     def join(self, request: Request, *, window: int, block: int) -> None:
         """Add a request to the batch, starting with the next step. Call `refresh` afterwards.
         `window` is the size of the context window, and `block` is the number of tokens per KV
         block."""
-        place, now = self.requests.index(None), self.scheduled
+        slot, now = self.requests.index(None), self.scheduled
         params: Any = request.sampling_params
         eos = () if params.eos_token_id is None else (params.eos_token_id,)
         in_flight = request.num_output_placeholders
-        self.requests[place], self.place_of[request.request_id] = request, place
-        self.stops[place] = frozenset((*eos, *(params.stop_token_ids or ())))
-        self.live[place], self.first[place] = True, now
-        self.computed[place] = request.num_computed_tokens - now
-        self.outputs[place] = request.num_output_tokens + in_flight - now
-        self.limits[place] = request.max_tokens
-        self.due[place] = now + -request.num_computed_tokens % block
-        self.room[place] = now + window - request.num_tokens - in_flight
-        self.last[place] = _NEVER
+        self.requests[slot], self.slot_of[request.request_id] = request, slot
+        self.stop_ids[slot] = frozenset((*eos, *(params.stop_token_ids or ())))
+        self.live[slot], self.first_step[slot] = True, now
+        self.computed[slot] = request.num_computed_tokens - now
+        self.outputs[slot] = request.num_output_tokens + in_flight - now
+        self.limits[slot] = request.max_tokens
+        self.next_block_step[slot] = now + -request.num_computed_tokens % block
+        self.window_end[slot] = now + window - request.num_tokens - in_flight
+        self.last_step[slot] = _NEVER
 
-    def leave(self, place: int) -> None:
-        request = self.requests[place]
-        del self.place_of[request.request_id]
-        self.requests[place], self.stops[place], self.live[place] = None, frozenset(), False
-        self.due[place] = self.room[place] = _NEVER
+    def leave(self, slot: int) -> None:
+        request = self.requests[slot]
+        del self.slot_of[request.request_id]
+        self.requests[slot], self.stop_ids[slot], self.live[slot] = None, frozenset(), False
+        self.next_block_step[slot] = self.window_end[slot] = _NEVER
 
     def to_cached_requests(self, blocks: list[tuple[list[int], ...] | None]) -> CachedRequestData:
         """Return the next step's requests in vLLM's format. `blocks` contains the new KV blocks of
@@ -128,8 +128,8 @@ class _DecodeBatch:
             new_token_ids=[],
             all_token_ids={},
             new_block_ids=blocks,
-            num_computed_tokens=(self.computed[self.places] + now).tolist(),
-            num_output_tokens=(self.outputs[self.places] + now).tolist(),
+            num_computed_tokens=(self.computed[self.slots] + now).tolist(),
+            num_output_tokens=(self.outputs[self.slots] + now).tolist(),
         )
 
     def merge(self, cached: CachedRequestData, other: SchedulerOutput) -> SchedulerOutput:
@@ -154,22 +154,22 @@ class _DecodeBatch:
         return self.scheduled + 1 >= min(self.end, _MAX_STEPS) or self._num_ids > _MAX_IDS
 
     def retain(self, known: Container[str]) -> None:
-        gone = [place for name, place in self.place_of.items() if name not in known]
-        for place in gone:
-            self.leave(place)
+        gone = [slot for name, slot in self.slot_of.items() if name not in known]
+        for slot in gone:
+            self.leave(slot)
         if gone:
             self.refresh()
 
     def finished(self) -> list[int]:
         """Return the batch slots of requests that have finished but are still in the batch."""
-        return [place for place in self.places.tolist() if not self.live[place]]
+        return [slot for slot in self.slots.tolist() if not self.live[slot]]
 
-    def write_back(self, place: int, tokens: list[int], step: int | None) -> None:
+    def write_back(self, slot: int, tokens: list[int], step: int | None) -> None:
         """Write a request's counters and its new `tokens` back to vLLM's `Request`. If steps are
         scheduled ahead, `step` is the number of the request's last step."""
-        request = self.requests[place]
-        in_flight = self.scheduled - max(self._steps_received(place), int(self.first[place]))
-        request.num_computed_tokens = int(self.computed[place]) + self.scheduled
+        request = self.requests[slot]
+        in_flight = self.scheduled - max(self._steps_received(slot), int(self.first_step[slot]))
+        request.num_computed_tokens = int(self.computed[slot]) + self.scheduled
         request.num_in_flight_tokens += in_flight
         if step is not None:
             request.num_output_placeholders += in_flight
@@ -187,28 +187,28 @@ class _DecodeBatch:
         mine = sampled if len(sampled) == len(rows) else [sampled[row] for row in rows]
         if any(len(row) != 1 for row in mine):
             return None
-        places, tokens = step.places, np.array(mine, np.int64)[:, 0]
+        slots, tokens = step.slots, np.array(mine, np.int64)[:, 0]
         if mine is sampled:
             tokens = tokens[rows]
-        self._tokens[column, places] = tokens
+        self._tokens[column, slots] = tokens
         if output.logprobs is not None:
             self._with_logp = True
             at = _token_positions(rows, output.logprobs.cu_num_generated_tokens)
-            self._logp[column, places] = output.logprobs.logprobs[at, 0]
+            self._logp[column, slots] = output.logprobs.logprobs[at, 0]
         if output.sampling_masks is not None:
             masks: Any = output.sampling_masks
             at = _token_positions(rows, masks.cu_num_generated_tokens)
             begins, ends = masks.offsets[at], masks.offsets[at + 1]
-            self._keep_masks(column, places, masks.token_ids, begins, ends)
+            self._keep_masks(column, slots, masks.token_ids, begins, ends)
         self.in_flight.pop(0)
         self.received += 1
-        last = self.limits[places] - self.outputs[places] - 1 <= column
-        if not self.any_stop.isdisjoint(tokens.tolist()):
-            for row in np.flatnonzero(np.isin(tokens, list(self.any_stop))).tolist():
-                last[row] |= int(tokens[row]) in self.stops[places[row]]
-        last &= self.live[places] & (self.first[places] <= column)
-        self.last[places[last]] = column
-        return places[last].tolist()
+        last = self.limits[slots] - self.outputs[slots] - 1 <= column
+        if not self.all_stop_ids.isdisjoint(tokens.tolist()):
+            for row in np.flatnonzero(np.isin(tokens, list(self.all_stop_ids))).tolist():
+                last[row] |= int(tokens[row]) in self.stop_ids[slots[row]]
+        last &= self.live[slots] & (self.first_step[slots] <= column)
+        self.last_step[slots[last]] = column
+        return slots[last].tolist()
 
     def _rows_of(self, step: _ScheduledStep, output: ModelRunnerOutput) -> NDArray[np.int64]:
         known = self._order
@@ -221,40 +221,40 @@ class _DecodeBatch:
     def _keep_masks(
         self,
         column: int,
-        places: NDArray[np.int64],
+        slots: NDArray[np.int64],
         ids: NDArray[np.int32],
         begins: NDArray[np.int64],
         ends: NDArray[np.int64],
     ) -> None:
-        """Store the sampling masks of one step. The mask of batch slot `places[n]` is
+        """Store the sampling masks of one step. The mask of batch slot `slots[n]` is
         `ids[begins[n]:ends[n]]`."""
         self._with_masks = True
         total = self._num_ids + len(ids)
         if total > len(self._ids):
             self._ids = np.resize(self._ids, max(2 * len(self._ids), total, 1 << 14))
         self._ids[self._num_ids : total] = ids
-        self._starts[column, places] = begins + self._num_ids
-        self._sizes[column, places] = ends - begins
+        self._starts[column, slots] = begins + self._num_ids
+        self._sizes[column, slots] = ends - begins
         self._num_ids = total
 
-    def _steps_received(self, place: int) -> int:
+    def _steps_received(self, slot: int) -> int:
         """Return the number of steps received so far for a request, not counting any after it
         finished."""
-        return min(self.received, int(self.last[place]) + 1)
+        return min(self.received, int(self.last_step[slot]) + 1)
 
-    def tokens_of(self, place: int) -> list[int]:
-        return self._tokens[self.first[place] : self._steps_received(place), place].tolist()
+    def tokens_of(self, slot: int) -> list[int]:
+        return self._tokens[self.first_step[slot] : self._steps_received(slot), slot].tolist()
 
-    def record(self, place: int, recording: PackedRecording) -> None:
-        steps = slice(int(self.first[place]), self._steps_received(place))
+    def record(self, slot: int, recording: PackedRecording) -> None:
+        steps = slice(int(self.first_step[slot]), self._steps_received(slot))
         if steps.start >= steps.stop:
             return
         if self._with_logp:
-            recording.logp.append(self._logp[steps, place].copy())
+            recording.logp.append(self._logp[steps, slot].copy())
         if self._with_masks and recording.with_masks:
-            sizes = self._sizes[steps, place].copy()
+            sizes = self._sizes[steps, slot].copy()
             before = np.cumsum(sizes) - sizes
-            take = np.repeat(self._starts[steps, place] - before, sizes) + np.arange(sizes.sum())
+            take = np.repeat(self._starts[steps, slot] - before, sizes) + np.arange(sizes.sum())
             recording.ids.append(self._ids[take])
             recording.sizes.append(sizes)
 
@@ -281,14 +281,14 @@ class _FastPath(Scheduler):
         self.recordings: dict[str, PackedRecording] = {}  # by request
         self.finished_blocks: dict[str, list[int]] = {}  # KV blocks until the next step
         self.fast_steps = 0
-        self._ahead = isinstance(self, AsyncScheduler)
+        self._is_async = isinstance(self, AsyncScheduler)
         self._batch: _DecodeBatch | None = None
         self._outside: list[Request] = []  # running, but not in the batch; mostly prefills
-        self._idle = 0.0  # unused batch slots, summed over the steps since requests last began
+        self._unused_slots = 0.0  # summed over the steps since requests last began
         self._undelivered: dict[str, list[int]] = {}  # flushed, but not in an output yet
         self._stuck = False  # vLLM began no waiting request last, although it had tokens to spare
         groups = self.kv_cache_config.kv_cache_groups
-        self._possible = len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec
+        self._is_supported = len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec
 
     # Overrides of vLLM's methods.
 
@@ -300,7 +300,7 @@ class _FastPath(Scheduler):
                 return output
             self.keel_flush()
         self.finished_blocks.clear()
-        self._idle = 0
+        self._unused_slots = 0
         output = super().schedule(throttle_prefills)
         self._update_stuck(output, self.max_num_scheduled_tokens, len(self.running))
         return output
@@ -372,7 +372,7 @@ class _FastPath(Scheduler):
         """Build a batch of all running requests. Returns None if any of them does more than
         decode."""
         if (
-            not self._possible
+            not self._is_supported
             or not self.running
             or self.aux_output_connector is not None
             or self._pause_state != PauseState.UNPAUSED
@@ -427,7 +427,7 @@ class _FastPath(Scheduler):
         if joined:
             self._remove(batch, batch.finished())
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        due = np.flatnonzero(batch.due <= batch.scheduled)
+        due = np.flatnonzero(batch.next_block_step <= batch.scheduled)
         if not batch.ids or len(due) > free:
             return None
         self.kv_cache_manager.new_step_starts()
@@ -439,7 +439,7 @@ class _FastPath(Scheduler):
         else:
             other, output = None, self._schedule_batch_only(batch, cached)
             self.fast_steps += 1
-        batch.in_flight.append(_ScheduledStep(output, other, batch.ids, batch.places))
+        batch.in_flight.append(_ScheduledStep(output, other, batch.ids, batch.slots))
         return output
 
     def _should_begin(self, batch: _DecodeBatch) -> bool:
@@ -447,9 +447,9 @@ class _FastPath(Scheduler):
         waiting = len(self.waiting) + len(self.kv_holding_waiting)
         full = self._stuck or len(batch.ids) >= self.max_num_running_reqs
         if lost := min(waiting, finished) if full else waiting:
-            self._idle += max(lost, _JOIN_COST * len(batch.ids) / _MAX_WAIT)
+            self._unused_slots += max(lost, _JOIN_COST * len(batch.ids) / _MAX_WAIT)
         cost = _JOIN_COST * len(batch.ids)
-        return self._idle >= cost or finished > _MAX_FINISHED * len(batch.ids)
+        return self._unused_slots >= cost or finished > _MAX_FINISHED * len(batch.ids)
 
     def _schedule_batch_only(
         self, batch: _DecodeBatch, cached: CachedRequestData
@@ -486,9 +486,9 @@ class _FastPath(Scheduler):
             for name in _LIMITS:
                 setattr(self, name, getattr(self, name) + count)
             self._outside = self.running
-            mine = (batch.requests[place] for place in sorted(batch.places))  # by arrival, mostly
-            self.running = [*(it for it in mine if it is not None), *self._outside]
-        self._idle = 0
+            mine = (batch.requests[slot] for slot in sorted(batch.slots))  # by arrival, mostly
+            self.running = [*(r for r in mine if r is not None), *self._outside]
+        self._unused_slots = 0
         output = batch.merge(cached, other)
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids = set(output.num_scheduled_tokens)
@@ -513,38 +513,38 @@ class _FastPath(Scheduler):
             return [None] * len(batch.ids)
         size, now = self._block_size, batch.scheduled
         new: dict[int, tuple[list[int], ...] | None] = {}
-        for place in due:
-            request = batch.requests[place]
+        for slot in due:
+            request = batch.requests[slot]
             before = request.num_computed_tokens
-            request.num_computed_tokens = int(batch.computed[place]) + now
-            tokens = int(batch.due[place]) - now + size * ahead
+            request.num_computed_tokens = int(batch.computed[slot]) + now
+            tokens = int(batch.next_block_step[slot]) - now + size * ahead
             blocks = self.kv_cache_manager.allocate_slots(request, tokens)
             request.num_computed_tokens = before
             if blocks is None:
                 raise RuntimeError(f"request {request.request_id}: no KV block where one was free")
-            new[place] = blocks.get_block_ids(allow_none=True)
-        batch.due[due] += size * ahead
-        return [new.get(place) for place in batch.places.tolist()]
+            new[slot] = blocks.get_block_ids(allow_none=True)
+        batch.next_block_step[due] += size * ahead
+        return [new.get(slot) for slot in batch.slots.tolist()]
 
     def _report_finished(
-        self, batch: _DecodeBatch, places: list[int]
+        self, batch: _DecodeBatch, slots: list[int]
     ) -> dict[int, EngineCoreOutputs]:
         """Report the requests that finished with the latest tokens. They keep their KV blocks until
         other requests join, because steps in flight still use those blocks."""
         outputs: dict[int, EngineCoreOutputs] = {}
-        for place in places:
-            request = batch.requests[place]
-            *before, last = batch.tokens_of(place)
-            self._write_back(batch, place, before)
-            if self._ahead:
+        for slot in slots:
+            request = batch.requests[slot]
+            *before, last = batch.tokens_of(slot)
+            self._write_back(batch, slot, before)
+            if self._is_async:
                 request.num_output_placeholders += 1
             _, stopped = self._update_request_with_output(request, [last])
             assert stopped, f"request {request.request_id} continues after its last token"
             name = request.request_id
             if (recording := self.recordings.get(name)) is not None:
-                batch.record(place, recording)
+                batch.record(slot, recording)
                 self.finished_blocks[name] = self.kv_cache_manager.get_block_ids(name)[0]
-            batch.live[place] = False
+            batch.live[slot] = False
             output = EngineCoreOutput(
                 request_id=name,
                 new_token_ids=[*before, last],
@@ -556,16 +556,16 @@ class _FastPath(Scheduler):
             self._add_undelivered(output)
             mine = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
             mine.outputs.append(output)
-        if places and not batch.live.any():
+        if slots and not batch.live.any():
             self.keel_flush()
         return outputs
 
-    def _remove(self, batch: _DecodeBatch, places: Collection[int]) -> None:
-        if not places:
+    def _remove(self, batch: _DecodeBatch, slots: Collection[int]) -> None:
+        if not slots:
             return
-        requests = {it for place in places if (it := batch.requests[place]) is not None}
-        for place in places:
-            batch.leave(place)
+        requests = {r for slot in slots if (r := batch.requests[slot]) is not None}
+        for slot in slots:
+            batch.leave(slot)
         batch.refresh()
         self.running = [request for request in self.running if request not in requests]
         for request in requests:
@@ -578,20 +578,20 @@ class _FastPath(Scheduler):
         self._outside = []
         if batch is None or not batch.scheduled:
             return
-        for place in batch.places[batch.live[batch.places]].tolist():
-            request = batch.requests[place]
-            tokens = batch.tokens_of(place)
-            self._write_back(batch, place, tokens)
+        for slot in batch.slots[batch.live[batch.slots]].tolist():
+            request = batch.requests[slot]
+            tokens = batch.tokens_of(slot)
+            self._write_back(batch, slot, tokens)
             if tokens:
                 self._undelivered.setdefault(request.request_id, []).extend(tokens)
             if (recording := self.recordings.get(request.request_id)) is not None:
-                batch.record(place, recording)
+                batch.record(slot, recording)
         if finished := batch.finished():
             self._remove(batch, finished)
             self._stuck = False
 
-    def _write_back(self, batch: _DecodeBatch, place: int, tokens: list[int]) -> None:
-        batch.write_back(place, tokens, self.current_step if self._ahead else None)
+    def _write_back(self, batch: _DecodeBatch, slot: int, tokens: list[int]) -> None:
+        batch.write_back(slot, tokens, self.current_step if self._is_async else None)
 
     def _add_undelivered(self, output: EngineCoreOutput) -> None:
         if (recording := self.recordings.get(output.request_id)) is not None:
