@@ -36,7 +36,7 @@ from keel.configs.schema import (
 )
 from keel.rl.types import NO_ROUTE, Group, Prompt, SamplingMasks, ScoredGroup, Segment, Trajectory
 from keel.rollout import ray_engines
-from keel.rollout.engine.worker import RolloutWorker
+from keel.rollout.engine.worker import RolloutWorker, detach
 from keel.rollout.spec import GroupRequest
 from keel.trainer import learner
 from keel.trainer.learner import StepReport, TrainerWorker
@@ -53,9 +53,9 @@ class Sampler(RolloutWorker):
     def __init__(self, spec: Any) -> None:
         self._random = np.random.default_rng(0)
 
-    async def sample(self, request: Any, sampling: Any, record: bool) -> Group:
+    async def sample(self, request: Any, sampling: Any, record: bool) -> list[Any]:
         trajectories = tuple(self._trajectory(number) for number in range(GROUP))
-        return Group(prompt=request.prompt, trajectories=trajectories)
+        return detach(request, Group(prompt=request.prompt, trajectories=trajectories))
 
     def _trajectory(self, sibling: int) -> Trajectory:
         random, tokens = self._random, PROMPT + SAMPLED

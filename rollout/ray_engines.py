@@ -55,10 +55,8 @@ class _RayEngine:
     def sample(
         self, request: SampleRequest, *, sampling: SamplingConfig, record: bool
     ) -> Future[Any]:
-        if not record:
-            return self._call("sample", request, sampling, record)
-        method = self._actor.record.options(num_returns=1 + count_completions(request))
-        ref, *keys = ray_timeouts.call(method, request, sampling)
+        method = self._actor.sample.options(num_returns=1 + count_completions(request))
+        ref, *keys = ray_timeouts.call(method, request, sampling, record)
         return as_future(ref, _RESULT_LOST, lambda result: attach(result, keys))
 
     def guarded(self, delivery: Future[int]) -> Future[int]:

@@ -229,16 +229,16 @@ class VllmEngine:
         """End each unfinished completion of a job after its next token. Returns the job if it is
         now complete.
 
-        Completions that have no tokens yet are dropped, which does not bias the lengths.
+        Completions that have no tokens yet are dropped, which does not bias the lengths. If the job
+        was already cut, all of its unfinished completions are dropped.
         """
         job = self._jobs[number]
+        if job.cut:
+            return self._drop(number, list(job.requests), _NOT_CUT)
         job.cut = True
         scheduler = core_of(self._llm).scheduler
         empty = [name for name in job.requests if not _end_at_next_token(scheduler, name)]
         return self._drop(number, empty, _NO_TOKEN)
-
-    def drop_unfinished(self, number: int) -> list[tuple[int, Result]]:
-        return self._drop(number, list(self._jobs[number].requests), _NOT_CUT)
 
     def _drop(self, number: int, names: list[str], reason: str) -> list[tuple[int, Result]]:
         job = self._jobs[number]

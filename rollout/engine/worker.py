@@ -73,8 +73,7 @@ class _JobInFlight:
 
     future: Future[Any]
     begin: float
-    deadline: float
-    cut: bool = False  # True if the job was cut at its deadline. At the next one, it is dropped.
+    deadline: float  # after which the engine cuts the job, and at the next one drops it
 
 
 class EngineThread:
@@ -291,14 +290,9 @@ class EngineThread:
         return command.when == "now" or not engine.busy
 
     def _cut_overdue(self, engine: VllmEngine) -> Iterator[tuple[int, Result]]:
-        # A job that is still unfinished some time after it was cut is dropped.
         for job, entry in list(self._in_flight.items()):
-            if entry.deadline > self._busy_s:
-                continue
-            if entry.cut:
-                yield from engine.drop_unfinished(job)
-            else:
-                entry.cut, entry.deadline = True, self._busy_s + CUT_S
+            if entry.deadline <= self._busy_s:
+                entry.deadline = self._busy_s + CUT_S
                 yield from engine.cut(job)
 
     def _abort(self, job: int, engine: VllmEngine) -> None:
@@ -359,15 +353,13 @@ class RolloutWorker:
             raise self._failure
         return self._warnings
 
-    async def sample(self, request: SampleRequest, sampling: SamplingConfig, record: bool) -> Any:
-        """Sample a group or a turn. Cancelling the call aborts sampling."""
-        future = self._engine.sample(request, sampling=sampling, record=record)
-        return await asyncio.wrap_future(future)
-
-    async def record(self, request: SampleRequest, sampling: SamplingConfig) -> list[Any]:
+    async def sample(
+        self, request: SampleRequest, sampling: SamplingConfig, record: bool
+    ) -> list[Any]:
         """Sample a group or a turn. Returns the result and, as separate objects, the recordings of
-        each completion (see `detach`)."""
-        return detach(request, await self.sample(request, sampling, record=True))
+        each completion (see `detach`). Cancelling the call aborts sampling."""
+        future = self._engine.sample(request, sampling=sampling, record=record)
+        return detach(request, await asyncio.wrap_future(future))
 
     async def update(self, version: int, buckets: Sequence[Any]) -> int:
         """Load new weights, one bucket at a time. `buckets` contains object references."""

@@ -12,7 +12,7 @@ import torch
 from ray.cluster_utils import Cluster
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
-from keel.rl.types import Group, ScoredGroup
+from keel.rl.types import ScoredGroup
 from keel.rollout import ray_engines
 from keel.rollout.engine import worker
 from keel.rollout.engine.worker import RolloutWorker
@@ -40,8 +40,8 @@ class Sampler(RolloutWorker):
         worker.STORED_BYTES = 1  # in this process
         self._groups = {scored.group.prompt.prompt_id: scored.group for scored in groups_here()}
 
-    async def sample(self, request: Any, sampling: Any, record: bool) -> Group:
-        return self._groups[request.prompt.prompt_id]
+    async def sample(self, request: Any, sampling: Any, record: bool) -> list[Any]:
+        return worker.detach(request, self._groups[request.prompt.prompt_id])
 
 
 @pytest.fixture
