@@ -7,8 +7,8 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -190,44 +190,35 @@ class _ChatSession:
 def _open_chat(folder: Path | None, url: str, *, gpu: bool) -> Iterator[_ChatSession]:
     """Open a chat with the model at `url`. If there is no URL, serve the model in `folder` until
     the context exits."""
-    if url:
-        key = os.environ.get("VLLM_API_KEY", "none")
-        with OpenAI(base_url=url, api_key=key, timeout=_REPLY_S, max_retries=0) as client:
-            try:
-                name = client.models.list(timeout=_REPLY_S).data[0].id
-            except (openai.OpenAIError, IndexError) as error:
-                why = "give the address of a server, which ends in /v1"
-                raise ConfigError(f"--url {url}: {error}; {why}") from error
-            yield _ChatSession(client, name)
-        return
-    assert folder is not None
-    options, key = _server_options(folder), secrets.token_hex(16)
-    with (
-        _run_server(options, gpu=gpu, key=key) as server,
-        OpenAI(
-            base_url=server.url,
-            api_key=key,
-            timeout=_REPLY_S,
-            max_retries=0,
-            http_client=openai.DefaultHttpxClient(trust_env=False),  # past any proxy
-        ) as client,
-    ):
-        yield _ChatSession(client, options["served_model_name"])
+    key, http_client = os.environ.get("VLLM_API_KEY", "none"), None
+    with ExitStack() as stack:
+        if folder is not None:
+            options, key = _server_options(folder), secrets.token_hex(16)
+            url = stack.enter_context(_run_server(options, gpu=gpu, key=key)).url
+            http_client = openai.DefaultHttpxClient(trust_env=False)  # past any proxy
+        client = stack.enter_context(
+            OpenAI(
+                base_url=url,
+                api_key=key,
+                timeout=_REPLY_S,
+                max_retries=0,
+                http_client=http_client,
+            )
+        )
+        try:
+            name = client.models.list().data[0].id
+        except (openai.OpenAIError, IndexError) as error:
+            why = "give the address of a server, which ends in /v1"
+            raise ConfigError(f"--url {url}: {error}; {why}") from error
+        yield _ChatSession(client, name)
 
 
-def chat(
-    folder: Path | None,
-    *,
-    url: str,
-    prompt: str | None,
-    gpu: bool,
-    read: Callable[[str], str] = input,
-) -> None:
+def chat(folder: Path | None, *, url: str, prompt: str | None, gpu: bool) -> None:
     """Answer `prompt` if given, or else every line the user types until Ctrl-D. Without a `url`,
     the model in `folder` is served for the duration of the chat.
 
-    `read` returns the next line or raises EOFError. Raises ConfigError if the model can't be served
-    or reached, and RuntimeError if the server fails or `prompt` can't be answered.
+    Raises ConfigError if the model can't be served or reached, and RuntimeError if the server fails
+    or `prompt` can't be answered.
     """
     with _open_chat(folder, url, gpu=gpu) as conversation:
         if prompt is not None:
@@ -239,7 +230,7 @@ def chat(
         print(_HELP)
         while True:
             try:
-                line = read("> ").strip()
+                line = input("> ").strip()
             except (EOFError, KeyboardInterrupt):
                 print()
                 return

@@ -96,7 +96,7 @@ def completions(monkeypatch: pytest.MonkeyPatch) -> Completions:
 
 
 def test_conversation_continues_until_reset(
-    completions: Completions, capsys: pytest.CaptureFixture[str]
+    completions: Completions, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = ["one", "", "stop", "fail", "two", "/reset", "three"]
 
@@ -105,7 +105,8 @@ def test_conversation_continues_until_reset(
             raise EOFError
         return lines.pop(0)
 
-    serve.chat(None, url="u", prompt=None, gpu=False, read=read)
+    monkeypatch.setattr("builtins.input", read)
+    serve.chat(None, url="u", prompt=None, gpu=False)
     kept = ["one", "a b", "stop", "a "]
     requests = [kept[:1], kept[:3], [*kept, "fail"], [*kept, "two"], ["three"]]
     assert completions.requests == requests
