@@ -37,7 +37,15 @@ import numpy as np
 
 from benchmarks.common import arguments, commit
 from benchmarks.peers.workload import QWEN3_06B, SMALL
-from keel.configs.schema import Dtype, RolloutConfig, SamplingConfig
+from keel.configs.schema import (
+    Config,
+    DataConfig,
+    Dtype,
+    ModelConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SourceConfig,
+)
 from keel.rl.types import Group, Prompt, ScoredGroup
 from keel.rollout.spec import EngineSpec, GroupRequest, env_vars
 
@@ -165,12 +173,18 @@ def scores(
     from keel.trainer.engine.zero import compile_layers  # noqa: PLC0415
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    network = PolicyNetwork(
-        load_policy(str(folder), arm.trainer),
-        temperature=size.temperature,
-        batch_invariant=arm.invariant,
-        wide_residual=arm.residual == "float32",
+    source = SourceConfig(name="s", source="reasoning_gym", task="chain_sum", size=1)
+    config = Config(
+        data=DataConfig(sources=(source,)),
+        model=ModelConfig(
+            path=str(folder),
+            dtype=arm.trainer,
+            batch_invariant=arm.invariant,
+            residual_dtype=arm.residual,
+        ),
+        rollout=RolloutConfig(sampling=SamplingConfig(temperature=size.temperature)),
     )
+    network = PolicyNetwork(load_policy(str(folder), arm.trainer), config)
     network = network.to(device).train()
     network.replays_selections = replay == "everything"  # the selections of sparse attention
     if arm.compiled:

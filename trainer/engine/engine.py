@@ -246,7 +246,7 @@ class TrainerEngine:
         note = zero.use_flash4(self._config, model, self.device)
         if note and note not in self.notes:
             self.notes.append(note)
-        return PolicyNetwork.of(model, self._config)
+        return PolicyNetwork(model, self._config)
 
     def _add_references(self, load: Load, outline: bytes) -> None:
         config, references = self._config, self._references

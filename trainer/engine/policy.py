@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,8 +42,6 @@ from keel.model.ulysses import WHOLE, Slice
 from keel.rl.packing import Loss, MicroBatch
 from keel.rl.types import NO_ROUTE, SamplingMasks, TokenNumbers
 from keel.trainer.engine.zero import initialize
-
-Attention = Literal["sparse", "warm-up", "dense"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,26 +303,13 @@ class PolicyNetwork(nn.Module):
     replays_selections: bool = True
     """True if sparse attention replays the token selections recorded by the engines, if any."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        temperature: float,
-        context: int | None = None,
-        attention: Attention = "sparse",
-        indexer_loss: bool = True,
-        batch_invariant: bool = False,
-        wide_residual: bool = False,
-        learns_mass: bool = False,
-    ) -> None:
-        """`context` is the engines' `max_model_len`. Set `indexer_loss` if the indexers are
-        trained. Set `learns_mass` to make the sampling masks' probability mass differentiable."""
+    def __init__(self, model: PreTrainedModel, config: Config) -> None:
         super().__init__()
-        if context is not None:
-            fix_long_rope(model, context)
+        attention = config.trainer.attention
+        fix_long_rope(model, config.max_context)
         found_indexers = indexers(model)
         if found_indexers:
-            learning = indexer_loss and attention != "dense"
+            learning = config.trainer.indexer_loss > 0 and attention != "dense"
             model.requires_grad_(attention != "warm-up")
             for indexer in found_indexers:
                 indexer.requires_grad_(learning)
@@ -332,31 +317,18 @@ class PolicyNetwork(nn.Module):
         use_sparse_attention(model)
         self._sparse, self._dense = bool(found_indexers), attention != "sparse"
         use_packed_attention(model)
-        if batch_invariant:
+        if config.model.batch_invariant:
             use_invariant_layers(model)
         else:
             use_fused_layers(model)
-        if wide_residual:
+        if config.model.wide_residual:
             use_float32_residual(model)
         install_support_head(model)
         disable_dropout(model)
         self.model = model
         self.config = model.config  # DeepSpeed reads it
-        self.temperature = temperature
-        self._learns_mass = learns_mass
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, config: Config) -> Self:
-        return cls(
-            model,
-            temperature=config.rollout.sampling.temperature,
-            context=config.max_context,
-            attention=config.trainer.attention,
-            indexer_loss=config.trainer.indexer_loss > 0,
-            batch_invariant=config.model.batch_invariant,
-            wide_residual=config.model.wide_residual,
-            learns_mass=config.algorithm.kept_mass_coef > 0,
-        )
+        self.temperature = config.rollout.sampling.temperature
+        self._learns_mass = config.algorithm.kept_mass_coef > 0
 
     def recompute(self, *, keep_attention: bool) -> None:
         """Turn on activation checkpointing. With `keep_attention`, attention outputs are kept

@@ -246,7 +246,7 @@ def test_policy_replays_selections_and_reference_does_not() -> None:
     device = torch.device("cpu")
 
     def logp(batch: MicroBatch, *, reference: bool = False) -> torch.Tensor:
-        network = PolicyNetwork(theirs(), temperature=1.0)
+        network = PolicyNetwork(theirs(), make_config(1, 0))
         inputs = Inputs.of(batch, device)
         if reference:
             references = References(device, None)
