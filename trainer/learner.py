@@ -212,7 +212,7 @@ class Learner:
         trainers = (self._config.trainer, config.trainer)
         before, now = ((t.activation_checkpointing, t.keeps_attention) for t in trainers)
         if now != before:
-            deadline = self._limit("switching activation checkpointing")
+            deadline = self._deadline("switching activation checkpointing")
             self._call_all("recompute", now[1], deadline=deadline)
         self._config = config
 
@@ -242,7 +242,7 @@ class Learner:
         ray_timeouts.await_future(self._put_to_sleep())
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
-        return self._call_all("put_weights", deadline=self._limit("the weights"))[0]
+        return self._call_all("put_weights", deadline=self._deadline("the weights"))[0]
 
     def send(self, receivers: Sequence[Receiver]) -> list[Future[int]]:
         """Send the current weights to the engines once the ranks are idle. Rank i sends to engines
@@ -265,7 +265,7 @@ class Learner:
 
         def wait() -> None:
             try:
-                self._wait(refs, self._limit("sending weights to the engines"), settle)
+                self._wait(refs, self._deadline("sending weights to the engines"), settle)
             except Exception as error:  # the futures' waiters handle it
                 settle(dict.fromkeys(sent, error))
 
@@ -287,7 +287,7 @@ class Learner:
 
     def _with_folder(self, method: str, folder: Path, what: str) -> list[Any]:
         self.put_engines_to_sleep()
-        return self._call_all(method, str(folder.absolute()), deadline=self._limit(what))
+        return self._call_all(method, str(folder.absolute()), deadline=self._deadline(what))
 
     def shutdown(self) -> None:
         for rank in self._ranks:
@@ -315,13 +315,13 @@ class Learner:
                 )
                 for index, rank in enumerate(self._ranks)
             ]
-        answers = self._wait(refs, self._limit(what, times, estimated=True))
+        answers = self._wait(refs, self._deadline(what, times, estimated=True))
         if not getattr(answers[0], "out_of_memory", ""):  # such a step ended early
             seconds = time.monotonic() - began
             self._longest_s[what] = max(self._longest_s.get(what, 0.0), seconds)
         return answers
 
-    def _limit(self, what: str, times: int = 1, *, estimated: bool = False) -> _CallDeadline:
+    def _deadline(self, what: str, times: int = 1, *, estimated: bool = False) -> _CallDeadline:
         """Return the deadline of a call: `trainer.timeout_s` per optimizer step, plus the time to
         send weights, because a rank may still be sending. If `estimated` is set and the longest
         call so far suggests less, the deadline is shorter."""
@@ -341,7 +341,7 @@ class Learner:
         self,
         refs: Sequence[ray.ObjectRef[Any]],
         deadline: _CallDeadline,
-        note: Callable[[Any], object] = lambda _: None,
+        on_result: Callable[[Any], object] = lambda _: None,
     ) -> list[Any]:
         """Wait for one call on each rank and return the results in rank order. If a rank fails, its
         error is raised without waiting long for the other ranks, which are then stuck in a
@@ -356,7 +356,7 @@ class Learner:
                 rank = waiting[ref]
                 try:
                     results[rank] = ray_timeouts.get(ref, seconds=ray_timeouts.CALL_S)
-                    note(results[rank])
+                    on_result(results[rank])
                 except RayError as error:
                     if type(error) is GetTimeoutError:  # of our own call, not raised by the rank
                         continue
