@@ -79,7 +79,7 @@ top-k allows. Top-k is applied before top-p, but it makes no difference where a 
 all of the probability."""
 
 
-class _SplitGaps:
+class SplitGaps:
     """The mean of log π_old − log π_θ for each of the P trajectories that are split across
     micro-batches or ranks. The sequence mask needs the means from before the optimizer step."""
 
@@ -368,7 +368,7 @@ class TrainerEngine:
         self,
         micro_batch: MicroBatch,
         batch: TrainBatch,
-        gaps: _SplitGaps,
+        gaps: SplitGaps,
         tracer: NanTracer | None = None,
     ) -> Callable[[], dict[str, Metric]]:
         """Add a micro-batch's gradients to those of the step. Returns a function that waits for the
@@ -432,7 +432,7 @@ class TrainerEngine:
         logp: Tensor,
         reference: Tensor | None,
         total_sequences: int,
-        gaps: _SplitGaps,
+        gaps: SplitGaps,
     ) -> LossOutput:
         if micro_batch.loss == "nll":
             return nll_loss(
@@ -486,9 +486,9 @@ class TrainerEngine:
             output: PolicyOutput = self._engine(inputs=inputs)
         return inputs, inputs.gather(output.logp, None)[0], output.held
 
-    def _split_gaps(self, batch: TrainBatch) -> _SplitGaps:
+    def _split_gaps(self, batch: TrainBatch) -> SplitGaps:
         """Score the batch's split trajectories ahead of an optimizer step. Collective."""
-        gaps = _SplitGaps(batch, self.device)
+        gaps = SplitGaps(batch, self.device)
         for micro_batch in batch.scored_first:
             gaps.add(*self._score(micro_batch)[:2])
         if batch.scored_first:
@@ -504,9 +504,10 @@ class TrainerEngine:
             if self._stage > 0:
                 return self._apply_in_zero()
             clip = self._config.trainer.grad_clip or math.inf
-            others = (p for p in self._network.parameters() if p not in self._apart)
-            norm = clip_gradients(others, clip)
-            own = clip_gradients(self._apart, clip) if self._apart else 0.0
+            parameters = [*self._network.parameters()]  # the order makes the norms repeatable
+            norm = clip_gradients((p for p in parameters if p not in self._apart), clip)
+            apart = [p for p in parameters if p in self._apart]
+            own = clip_gradients(apart, clip) if apart else 0.0
             if math.isfinite(norm + own):
                 self._engine.step()
             else:
