@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from keel.configs.schema import Config, SftConfig
@@ -132,28 +133,8 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
         clock = Clock(seconds={})
         parts.journal.begin("training")
         examples = parts.batches.take()
-
-        def learn(config: Config, examples: Sequence[SftExample] = examples) -> StepResult:
-            trainer = config.trainer
-            shares = pack_sft(
-                examples,
-                ranks=trainer.data_parallel,
-                micro_batch_tokens=trainer.micro_batch_tokens,
-                mean=config.sft.mean,
-            )
-            result = learner.step_on([[share] for share in shares], examples)
-            rows = [len(row.token_ids_N) for share in shares for row in share.micro_batches]
-            capacity = sum(max(trainer.micro_batch_tokens, row) for row in rows)
-            sizes: dict[str, Metric] = {
-                "sft/conversations": Sum(len(examples)),
-                "sft/learned_tokens": Sum(sum(example.learned_tokens for example in examples)),
-                "sft/tokens": Sum(sum(example.total_tokens for example in examples)),
-                "sft/packed": Mean(sum(rows), capacity),
-            }
-            return replace(result, metrics={**sizes, **result.metrics})
-
         with clock.time("train"):
-            result = parts.attempt(learn)
+            result = parts.attempt(partial(_take_step, learner, examples))
         for line in result.findings[:SHOWN_FINDINGS]:
             parts.say(f"step {step}: no finite gradient: {line}")
         metrics = {**result.metrics, "sft/epochs": Mean(parts.batches.epochs, 1), **saver.metrics()}
@@ -169,6 +150,26 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
             if parts.should_stop() and written:  # also if asked to during the save
                 return step
     return max(start, run.steps)
+
+
+def _take_step(learner: Learner, examples: Sequence[SftExample], config: Config) -> StepResult:
+    trainer = config.trainer
+    shares = pack_sft(
+        examples,
+        ranks=trainer.data_parallel,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        mean=config.sft.mean,
+    )
+    result = learner.step_on([[share] for share in shares], examples)
+    rows = [len(row.token_ids_N) for share in shares for row in share.micro_batches]
+    capacity = sum(max(trainer.micro_batch_tokens, row) for row in rows)
+    sizes: dict[str, Metric] = {
+        "sft/conversations": Sum(len(examples)),
+        "sft/learned_tokens": Sum(sum(example.learned_tokens for example in examples)),
+        "sft/tokens": Sum(sum(example.total_tokens for example in examples)),
+        "sft/packed": Mean(sum(rows), capacity),
+    }
+    return replace(result, metrics={**sizes, **result.metrics})
 
 
 def _evaluation_metrics(scored: Mapping[str, Metric]) -> dict[str, Metric]:
