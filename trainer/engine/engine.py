@@ -286,38 +286,6 @@ class TrainerEngine:
         self.steps += 1
         return {**metrics, "lr": Mean(lr, 1)} if self._rank == 0 else metrics
 
-    def recover(self) -> bool:
-        """Clean up after `step` ran out of memory. Returns True if training can continue, which
-        requires that there is only one rank, that the error occurred before the update, and that
-        the gradient sums aren't in ZeRO's buffers."""
-        self._offload.mark_crowded()
-        outside_zero = self._stage == 0 or self._sums_apart
-        alone = self._world_size == 1 and outside_zero and not self._updated
-        if alone:
-            self._network.zero_grad(set_to_none=True)
-            for total in HeldTensors(self._engine).gradient_sums():
-                if total.untyped_storage().nbytes():  # it may be offloaded
-                    total.zero_()
-            torch.cuda.empty_cache()
-        return alone
-
-    def recompute(self, *, keep_attention: bool) -> None:
-        """Turn on activation checkpointing. With `keep_attention`, attention outputs are kept
-        rather than recomputed."""
-        self._network.recompute(keep_attention=keep_attention)
-
-    def score(self, batch: TrainBatch) -> dict[str, Metric]:
-        """Return `nll` for a batch of conversations, plus `indexer/held` during the indexer
-        warmup."""
-        self._offload.load()
-        parts: list[dict[str, Metric]] = []
-        for micro_batch in batch.micro_batches:
-            _, logp, held = self._score(micro_batch)
-            parts.append(_indexer_metrics(held))
-            if self._shard.rank == 0:  # its group has the same log-probabilities
-                parts.append({"nll": Mean(-float(logp.double().sum()), len(logp))})
-        return merge(parts)
-
     def _update(self, batch: TrainBatch) -> dict[str, Metric]:
         """Take one optimizer step: sum the gradients of all micro-batches, then update the
         weights."""
@@ -461,31 +429,6 @@ class TrainerEngine:
             sequence_gap=gaps.sequence_gap(inputs),
         )
 
-    def _find_non_finite(self, batch: TrainBatch) -> None:
-        """Rerun a skipped step's forward and backward passes to find the tokens that caused the
-        skip. The weights are not updated."""
-        self._offload.before_gradients()
-        gaps = self._split_gaps(batch)
-        tracer = NanTracer(self._traced_layers)
-        self._engine.set_gradient_accumulation_boundary(False)
-        for micro_batch in batch.micro_batches:
-            with tracer.trace(micro_batch, self._shard.bounds(len(micro_batch.token_ids_N))[0]):
-                self._forward_backward(micro_batch, batch, gaps, tracer)
-        # A non-finite loss makes all ranks skip again and drop what DeepSpeed has accumulated.
-        self._engine.set_gradient_accumulation_boundary(True)
-        tracer.factor = math.nan
-        self._forward_backward(batch.micro_batches[0], batch, gaps, tracer)
-        self._apply_gradients()
-        self.findings += tracer.findings
-
-    def _score(self, batch: MicroBatch) -> tuple[Inputs, Tensor, Tensor]:
-        """Run a forward pass without gradients. Returns the inputs, the log-probabilities [R], and
-        `PolicyOutput.held`."""
-        inputs = Inputs.of(batch, self.device, self._shard)
-        with torch.no_grad(), self._network.keep_routing(inputs, enabled=self._replays):
-            output: PolicyOutput = self._engine(inputs=inputs)
-        return inputs, inputs.gather(output.logp, None)[0], output.held
-
     def _split_gaps(self, batch: TrainBatch) -> SplitGaps:
         """Score the batch's split trajectories ahead of an optimizer step. Collective."""
         gaps = SplitGaps(batch, self.device)
@@ -494,6 +437,14 @@ class TrainerEngine:
         if batch.scored_first:
             gaps.begin_step()
         return gaps
+
+    def _score(self, batch: MicroBatch) -> tuple[Inputs, Tensor, Tensor]:
+        """Run a forward pass without gradients. Returns the inputs, the log-probabilities [R], and
+        `PolicyOutput.held`."""
+        inputs = Inputs.of(batch, self.device, self._shard)
+        with torch.no_grad(), self._network.keep_routing(inputs, enabled=self._replays):
+            output: PolicyOutput = self._engine(inputs=inputs)
+        return inputs, inputs.gather(output.logp, None)[0], output.held
 
     def _apply_gradients(self) -> tuple[float, float]:
         """Take the optimizer step and return two gradient norms before clipping: that of all
@@ -530,6 +481,55 @@ class TrainerEngine:
         else:
             discard_gradient_sums(self._engine)
         return float(norm), optimizer.apart_norm if self._apart else 0.0
+
+    def _find_non_finite(self, batch: TrainBatch) -> None:
+        """Rerun a skipped step's forward and backward passes to find the tokens that caused the
+        skip. The weights are not updated."""
+        self._offload.before_gradients()
+        gaps = self._split_gaps(batch)
+        tracer = NanTracer(self._traced_layers)
+        self._engine.set_gradient_accumulation_boundary(False)
+        for micro_batch in batch.micro_batches:
+            with tracer.trace(micro_batch, self._shard.bounds(len(micro_batch.token_ids_N))[0]):
+                self._forward_backward(micro_batch, batch, gaps, tracer)
+        # A non-finite loss makes all ranks skip again and drop what DeepSpeed has accumulated.
+        self._engine.set_gradient_accumulation_boundary(True)
+        tracer.factor = math.nan
+        self._forward_backward(batch.micro_batches[0], batch, gaps, tracer)
+        self._apply_gradients()
+        self.findings += tracer.findings
+
+    def score(self, batch: TrainBatch) -> dict[str, Metric]:
+        """Return `nll` for a batch of conversations, plus `indexer/held` during the indexer
+        warmup."""
+        self._offload.load()
+        parts: list[dict[str, Metric]] = []
+        for micro_batch in batch.micro_batches:
+            _, logp, held = self._score(micro_batch)
+            parts.append(_indexer_metrics(held))
+            if self._shard.rank == 0:  # its group has the same log-probabilities
+                parts.append({"nll": Mean(-float(logp.double().sum()), len(logp))})
+        return merge(parts)
+
+    def recover(self) -> bool:
+        """Clean up after `step` ran out of memory. Returns True if training can continue, which
+        requires that there is only one rank, that the error occurred before the update, and that
+        the gradient sums aren't in ZeRO's buffers."""
+        self._offload.mark_crowded()
+        outside_zero = self._stage == 0 or self._sums_apart
+        alone = self._world_size == 1 and outside_zero and not self._updated
+        if alone:
+            self._network.zero_grad(set_to_none=True)
+            for total in HeldTensors(self._engine).gradient_sums():
+                if total.untyped_storage().nbytes():  # it may be offloaded
+                    total.zero_()
+            torch.cuda.empty_cache()
+        return alone
+
+    def recompute(self, *, keep_attention: bool) -> None:
+        """Turn on activation checkpointing. With `keep_attention`, attention outputs are kept
+        rather than recomputed."""
+        self._network.recompute(keep_attention=keep_attention)
 
     # Weights
 
