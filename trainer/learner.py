@@ -251,9 +251,7 @@ class Learner:
         sent = {engine.index: Future[int]() for engine in receivers}
         ranks = len(self._ranks)
         served = [[one for one in receivers if one.index % ranks == n] for n in range(ranks)]
-        with self._order:
-            pairs = zip(self._ranks, served, strict=True)
-            refs = [ray_timeouts.call(rank.send, engines) for rank, engines in pairs]
+        refs = self._submit("send", [(engines,) for engines in served])
 
         def settle(outcomes: Mapping[int, Outcome]) -> None:
             for index, outcome in outcomes.items():
@@ -295,10 +293,16 @@ class Learner:
         for sender in self._senders:  # these threads wait on Ray, which ends next
             sender.join(_GRACE_S)
 
-    def _call_all(self, method: str, *arguments: object, deadline: _CallDeadline) -> list[Any]:
+    def _submit(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
+        """Call a method on every rank, with that rank's arguments, and return the references."""
         with self._order:
-            refs = [ray_timeouts.call(getattr(rank, method), *arguments) for rank in self._ranks]
-        return self._wait(refs, deadline)
+            return [
+                ray_timeouts.call(getattr(rank, method), *own)
+                for rank, own in zip(self._ranks, arguments, strict=True)
+            ]
+
+    def _call_all(self, method: str, *arguments: object, deadline: _CallDeadline) -> list[Any]:
+        return self._wait(self._submit(method, [arguments] * len(self._ranks)), deadline)
 
     def _call_with_shares(
         self, method: str, shares: Sequence[Any], what: str, times: int = 1
@@ -308,13 +312,8 @@ class Learner:
         began, trainer = time.monotonic(), self._config.trainer
         # One object per replica: each rank fetches its own share only.
         shipped = [(ray_timeouts.put(share),) for share in shares] or [()] * trainer.data_parallel
-        with self._order:
-            refs = [
-                ray_timeouts.call(
-                    getattr(rank, method), *shipped[index // trainer.sequence_parallel]
-                )
-                for index, rank in enumerate(self._ranks)
-            ]
+        owners = (index // trainer.sequence_parallel for index in range(len(self._ranks)))
+        refs = self._submit(method, [shipped[replica] for replica in owners])
         answers = self._wait(refs, self._deadline(what, times, estimated=True))
         if not getattr(answers[0], "out_of_memory", ""):  # such a step ended early
             seconds = time.monotonic() - began
