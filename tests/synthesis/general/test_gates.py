@@ -14,7 +14,6 @@ from keel.agents.types import EnvironmentLost
 from keel.configs.synthesis import GeneralConfig
 from keel.rl.turns import Message, Parsed, ToolCall, ToolSpec
 from keel.rl.types import Verdict
-from keel.synthesis.author import BudgetSpent
 from keel.synthesis.general.pipeline import GeneralPipeline
 from keel.synthesis.general.sandboxes import GeneralSandboxes
 from keel.synthesis.ledger import Rejected
@@ -474,32 +473,6 @@ def test_harder_task_must_be_harder(tmp_path: Path) -> None:
     author = ScriptedAuthor(market(EASY, HARDER, right=0))
     why, report, _ = made(tmp_path, author, steps=2, least_tasks=2, revisions=0)
     assert (why, list(report["refused"])) == ("", ["harder"])
-
-
-def test_resume_keeps_finished_environments(tmp_path: Path) -> None:
-    first = market(EASY)
-
-    def says(
-        messages: Sequence[Message], offered: Sequence[ToolSpec], purpose: str
-    ) -> Parsed | str:
-        if purpose == "database" and "number 2 of 2" in str(messages[1]["content"]):
-            raise BudgetSpent("budget.tokens = 9")
-        return first(messages, offered, purpose)
-
-    settings = {"per_category": 2, "steps": 1, "attempts": 0}
-    author = ScriptedAuthor(says)
-    why, report, pipeline = made(tmp_path, author, **settings)
-    assert list(pipeline.keys) == ["fruit_markets-0", "fruit_markets-1"]
-    assert why == "budget.tokens = 9" and report["made"] <= 1
-    folder = tmp_path / "out/tasks/fruit_markets-0"
-    before = (folder / "provenance.json").stat().st_mtime_ns
-    (tmp_path / "out/making/fruit_markets-1").mkdir()
-    (tmp_path / "out/making/fruit_markets-1/tools.py").write_text("half")
-    again = ScriptedAuthor(market(EASY))
-    why, report, _ = made(tmp_path, again, **settings)
-    assert (why, report["kept"]) == ("", 2)
-    assert (folder / "provenance.json").stat().st_mtime_ns == before
-    assert sum(purpose == "tools" for purpose, _ in again.asked) == 1
 
 
 SHIPPED = resolve_folders(["shipped"])
