@@ -52,6 +52,7 @@ async def try_environment(
     try:
         opening = await environment.open(task, seed=seed)
         seconds = time.monotonic() - began
+        reason = fork_server.disabled_reason if fork_server is not None else ""
         try:
             verdict = await environment.verdict(opening.messages, "stop")
         except EnvironmentLost as error:
@@ -93,7 +94,6 @@ async def try_environment(
     listed = ", ".join(tools[:_SHOWN_TOOLS]) or "none"
     if len(tools) > _SHOWN_TOOLS:
         listed += f" and {len(tools) - _SHOWN_TOOLS} more"
-    reason = fork_server.disabled_reason if fork_server is not None else ""
     later = f", without forking: {reason}" if reason else ""
     note = f"opens in {seconds:.1f} s{later}, with {tokens} tokens; tools: {listed}"
     if isinstance(verdict, str):

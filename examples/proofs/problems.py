@@ -121,11 +121,11 @@ def lines(count: int = _COUNT, seed: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def _make_evaluations(count: int = _COUNT, seed: int = 0) -> list[dict[str, Any]]:
+def _make_evaluations() -> list[dict[str, Any]]:
     """Generate three proof evaluations per problem. An evaluation's score is 1 if all the flaws it
     claims are real, 0.5 if half of them are, and 0 if none are."""
     rows: list[dict[str, Any]] = []
-    for problem in _distinct(count, seed):
+    for problem in _distinct(_COUNT, seed=0):
         wrong = problem.proof.replace(problem.right, problem.wrong)
         for proof, flaws, score in (
             (wrong, [problem.flaw], 1.0),

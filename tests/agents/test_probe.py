@@ -36,6 +36,11 @@ def test_opening_is_counted_against_the_window() -> None:
     assert "agents.window" in complaint(program(), window=tokens)
 
 
+def test_episodes_that_are_not_forked_say_why() -> None:
+    assert "without forking" not in tried(program())
+    assert "without forking: environment.preload is false" in tried(program(preload=False))
+
+
 SOURCES = {
     "hints.py": "class Bad:\n    def use(self, x: complex): ...\n",
     "eats.py": "class Shop:\n    def opening(self): self.x = bytearray(1 << 30)\n",
