@@ -171,7 +171,7 @@ def _judge_answers(
             out.open("w", encoding="utf-8") as file,
             waiting("judging", total=len(answers), unit="answers") as progress,
         ):
-            futures = [judge.submit_text(a.prompt, a.answer, thinking=a.thinking) for a in answers]
+            futures = [judge.submit(a.prompt, a.answer, a.thinking) for a in answers]
             for answer, future in zip(answers, futures, strict=True):
                 result = future.result()
                 line: dict[str, Any] = {"id": answer.prompt.prompt_id}

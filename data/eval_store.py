@@ -136,9 +136,8 @@ def collect_samples(
 def read_evaluation(folder: Path) -> list[SampledPrompt]:
     """Read `samples.jsonl`. Raises ConfigError with the file name and line number of a malformed
     line."""
-    return read_records(
-        folder / "samples.jsonl", parse_sample, "an evaluation (a folder of keel eval)"
-    )
+    kind = "an evaluation (a folder of keel eval)"
+    return read_records(folder / "samples.jsonl", lambda line: SampledPrompt(**line), kind)
 
 
 def to_trajectory_record(sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,14 +147,6 @@ def to_trajectory_record(sample: Mapping[str, Any]) -> dict[str, Any]:
     messages = record.pop("messages", None) or [*prompt, *sample["messages"]]
     parts = {"correct": sample["correct"], **(sample.get("parts") or {})}
     return {**record, "messages": messages, "parts": parts, "reward": sample["correct"]}
-
-
-def parse_sample(line: Any) -> SampledPrompt:
-    """Parse a line of `samples.jsonl`. Raises ValueError if it is malformed."""
-    try:
-        return SampledPrompt(**line)
-    except TypeError as error:
-        raise ValueError(str(error)) from error
 
 
 class EvaluationFolder:

@@ -51,9 +51,6 @@ class _PassRate:
         prompt."""
         return self.unscored < self.samples
 
-    def line(self) -> dict[str, Any]:
-        return {**asdict(self), "pass_rate": self.rate}
-
 
 def _compute_pass_rate(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) -> _PassRate:
     result = evaluation(groups)
@@ -155,7 +152,7 @@ class FilterFolder:
 
     def record(self, prompt: Prompt, groups: Sequence[ScoredGroup]) -> None:
         rate = _compute_pass_rate(prompt, self._prompts[prompt.prompt_id][1], groups)
-        self._lines.add(rate.line())
+        self._lines.add({**asdict(rate), "pass_rate": rate.rate})
         self._number += self._keeps(rate) - self._keeps(self._rates.get(rate.id))
         self._rates[rate.id] = rate
 

@@ -27,7 +27,7 @@ from keel.rewards.judge.specs import REFUSAL as REFUSAL_SPEC
 from keel.rewards.length import LengthRule, apply_length_rule
 from keel.rewards.pool import VerifierScore, WorkerPool
 from keel.rewards.rules.verifiers import keeps_format
-from keel.rewards.text import final_text, raw_text
+from keel.rewards.text import final_text, raw_text, thinking_text
 from keel.rl.advantages import group_advantages
 from keel.rl.futures import failed, when_all
 from keel.rl.metrics import Metric
@@ -169,7 +169,11 @@ class Scorer:
         if self._judge is None:
             raise ValueError("needs a judge; set rewards.judge.base_url and model")
         answers = [
-            self._judge.submit(replace(prompt, messages=_opening_messages(prompt, one)), one)
+            self._judge.submit(
+                replace(prompt, messages=_opening_messages(prompt, one)),
+                final_text(one.messages),
+                thinking_text(one.messages),
+            )
             for one in trajectories
         ]
         return when_all(answers, lambda: [answer.result() for answer in answers])

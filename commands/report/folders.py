@@ -24,7 +24,7 @@ from keel.configs.schema import (
     SftConfig,
     SourceConfig,
 )
-from keel.data.eval_store import SampledPrompt, parse_sample
+from keel.data.eval_store import SampledPrompt
 from keel.data.results import results, scores_by_steps
 from keel.rl.metrics import MEASURES
 from keel.trainer.run.journal import HEADER, cost_rows
@@ -296,7 +296,7 @@ def _read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
     path, asked, lines = folder / _SAMPLES, list[SampledPrompt](), list[str]()
     for at, line in enumerate(path.read_bytes().split(b"\n")[:-1]):  # the last is being written
         try:
-            one = parse_sample(json.loads(line.decode("utf-8", "surrogatepass")))
+            one = SampledPrompt(**json.loads(line.decode("utf-8", "surrogatepass")))
             group = _group_of(one)
             run.groups.append(_list_entry(group, 0, _chunk_name(at), at % _PER_CHUNK))
         except _UNREADABLE as error:

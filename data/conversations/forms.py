@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from keel.configs.schema import ConversationsConfig
 from keel.data.items import digest, question_digest
-from keel.data.rows import BadLine, json_type
+from keel.data.rows import BadLine, json_type, parse_json
 from keel.rl.records import recorded_segments
 from keel.rl.turns import USER_ROLES, Message
 from keel.rl.types import Segment
@@ -114,7 +114,7 @@ def _parse_tools(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a line's tools in the format that chat templates expect."""
     value = record.get("tools") or []
     if isinstance(value, str):
-        value = _json(value, "tools")
+        value = parse_json("tools", value)
     if not isinstance(value, list):
         raise BadLine(f"`tools` must be a list, is {json_type(value)}")
     tools: list[dict[str, Any]] = []
@@ -166,7 +166,7 @@ def _of_sharegpt(message: dict[str, Any], at: str) -> dict[str, Any]:
         raise BadLine(f"`{at}` must have `value`, a text, and `from`: {', '.join(_SHAREGPT)}")
     entry = {key: value for key, value in message.items() if key not in ("from", "value")}
     if role == "function_call":
-        calls = _json(value, f"{at}.value")
+        calls = parse_json(f"{at}.value", value)
         calls = calls if isinstance(calls, list) else [calls]
         return {**entry, "role": "assistant", "content": "", "tool_calls": calls}
     return {**entry, "role": role, "content": value}
@@ -225,7 +225,7 @@ def _parse_tool_calls(calls: Any, at: str) -> list[dict[str, Any]]:
         if not isinstance(name, str) or not name:
             raise BadLine(f"`{place}.function.name` must be text, is {json_type(name)}")
         if isinstance(arguments, str):
-            arguments = _json(arguments, f"{place}.function.arguments")
+            arguments = parse_json(f"{place}.function.arguments", arguments)
         function = {"name": name, "arguments": _object(arguments, f"{place}.function.arguments")}
         parsed.append({"id": str(call.get("id") or ""), "type": "function", "function": function})
     return parsed
@@ -249,13 +249,6 @@ def _name_results(messages: Sequence[dict[str, Any]]) -> None:
             if call_id not in open_calls:
                 raise BadLine(f"`messages[{place}]` is the result of no earlier call")
             message.setdefault("name", open_calls.pop(call_id))
-
-
-def _json(text: str, at: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise BadLine(f"`{at}` is not JSON: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

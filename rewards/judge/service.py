@@ -15,8 +15,8 @@ from keel.configs.sections.rewards import JudgeConfig
 from keel.rewards.custom import FailureRate
 from keel.rewards.judge.prompts import json_length, rubric_question
 from keel.rewards.judge.specs import Counts, Failed, Judged, ServedJudge, Unjudged, judged_spec
-from keel.rewards.text import final_text, is_blank, outside_think, thinking_text
-from keel.rl.types import Prompt, Trajectory
+from keel.rewards.text import is_blank, outside_think
+from keel.rl.types import Prompt
 
 _CLOSE_TIMEOUT_S = 10.0
 _LONG = 0.1  # of `max_characters`; a longer one that exceeds the judge's context scores 0
@@ -40,14 +40,7 @@ class JudgeService:
         self._thread = threading.Thread(target=self._run, name="judge", daemon=True)
         self._thread.start()
 
-    def submit(self, prompt: Prompt, trajectory: Trajectory) -> Future[Judged | Failed]:
-        """Start judging a trajectory's final answer. See `submit_text`."""
-        messages = trajectory.messages
-        return self.submit_text(prompt, final_text(messages), thinking=thinking_text(messages))
-
-    def submit_text(
-        self, prompt: Prompt, answer: str, *, thinking: str = ""
-    ) -> Future[Judged | Failed]:
+    def submit(self, prompt: Prompt, answer: str, thinking: str = "") -> Future[Judged | Failed]:
         """Start judging an answer based on the spec in `prompt.reward`. Thinking inside `answer` is
         removed. `thinking` is used only for criteria about the thinking.
 

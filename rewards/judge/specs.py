@@ -291,7 +291,7 @@ _EVALUATION = re.compile(r"^##[ \t]*Self Evaluation[ \t]*$", re.MULTILINE)
 class Proof(NamedTuple):
     """A solution to a proof problem, along with the policy's own evaluation of it."""
 
-    solution: str
+    solution: str  # "" if the solution is part of the prompt
     evaluation: str
     score: float  # s', the score that the policy gives to the solution: 0, 0.5 or 1
 
@@ -389,19 +389,6 @@ class _ProofSpec(_JudgedSpec):
         return Judged(value, parts, tuple(verdicts))
 
 
-class Evaluation(NamedTuple):
-    """The policy's evaluation of the proof in its prompt."""
-
-    text: str
-    score: float  # s', the score that the policy gives to the proof: 0, 0.5 or 1
-
-
-def read_proof_evaluation(answer: str) -> Evaluation | str:
-    """Parse an evaluation of a proof, or return the reason why it is malformed (R_format = 0)."""
-    score = _boxed_score(answer)
-    return "has no boxed score of 0, 0.5 or 1" if score is None else Evaluation(answer, score)
-
-
 class _VerificationSpec(_JudgedSpec):
     """The reward spec for evaluating a proof with a known score."""
 
@@ -413,18 +400,19 @@ class _VerificationSpec(_JudgedSpec):
     score: float = Field(ge=0, le=1)  # s, the known score of the proof
     meta: bool = True  # if True, multiply by R_meta. False trains a first verifier.
 
-    def read(self, answer: str) -> Evaluation | str:
-        return read_proof_evaluation(answer)
+    def read(self, answer: str) -> Proof | str:
+        score = _boxed_score(answer)
+        return "has no boxed score of 0, 0.5 or 1" if score is None else Proof("", answer, score)
 
     async def sample(
-        self, ask: _Ask, task: _Task, answer: Evaluation, thinking: str, number: int
+        self, ask: _Ask, task: _Task, answer: Proof, thinking: str, number: int
     ) -> MetaCheck:
         if not self.meta:
             return MetaCheck("not checked", 1.0)
         problem = [{"role": "user", "content": self.problem}]
-        return await ask(meta_question(problem, self.proof, answer.text))
+        return await ask(meta_question(problem, self.proof, answer.evaluation))
 
-    def combine(self, answer: Evaluation, samples: Sequence[MetaCheck]) -> Judged:
+    def combine(self, answer: Proof, samples: Sequence[MetaCheck]) -> Judged:
         checks = [sample.score for sample in samples]
         near, meta = 1 - abs(answer.score - self.score), sum(checks) / len(checks)
         verdicts = (

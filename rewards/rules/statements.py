@@ -85,8 +85,6 @@ def _replace_upright(match: re.Match[str]) -> str:
     numbers = re.search(r"\d", content) and "_" not in content
     if content in ("e", "i", "d") or letter or numbers:
         return f" {content} "
-    if match.string[: match.start()].endswith("_{"):
-        return rf"\text{{{content}}}"
     if joined := _JOINED.fullmatch(content):  # 3 red and, before 4 blue
         return rf"\text{{{joined[1]}}}{' ¦ ' if joined[2] == 'or' else ', '}"
     return rf"\text{{{content}}}"

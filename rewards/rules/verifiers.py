@@ -210,10 +210,7 @@ def _answer_verifier(spec: Mapping[str, Any]) -> Verifier:
         raise ValueError(f"reward spec has match {match!r}; use one of {', '.join(_MATCHES)}")
     if match != "schema" and not isinstance(right, str):
         raise ValueError("reward spec of kind 'answer' needs an `answer`, a text")
-    if match == "math":
-        same = maths_verifier(str(right), tolerance=spec.get("tolerance"))
-    else:
-        same = _MATCHES[match](spec)
+    same = _MATCHES[match](spec)
     return lambda text: float(same(text))
 
 
@@ -357,7 +354,7 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]] | str) -> dict[str, Any]
 
 
 _MATCHES: dict[str, Callable[[Mapping[str, Any]], Callable[[str], bool]]] = {
-    "math": lambda spec: maths_verifier(spec["answer"]),
+    "math": lambda spec: maths_verifier(spec["answer"], tolerance=spec.get("tolerance")),
     "exact": _exact_verifier,
     "choice": _choice_verifier,
     "schema": _schema_verifier,

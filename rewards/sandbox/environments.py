@@ -37,7 +37,7 @@ from keel.rewards.sandbox.bubblewrap import (
     seccomp_filter,
     tool,
 )
-from keel.rewards.sandbox.processes import hold
+from keel.rewards.sandbox.processes import MEMORY_LIMITER
 
 _ISOLATIONS = ("bubblewrap", "none-i-trust-the-environments")
 Network = Literal["none", "loopback", "host"]  # `loopback` is private
@@ -95,7 +95,7 @@ class EnvironmentSandbox:
         return bubblewrap.probe_code(network=self.network, processes=self.processes, strict=False)
 
     def hold(self, pid: int, *, inside: bool) -> Callable[[], str]:
-        return hold(pid, self.memory_mib, inside=inside)
+        return MEMORY_LIMITER.add(pid, self.memory_mib, inside=inside)
 
     def _seccomp(self, *permitted: str) -> bytes:
         sockets = LOCAL if self.network == "none" else NETWORK

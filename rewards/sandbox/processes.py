@@ -158,9 +158,12 @@ class _MemoryLimiter:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def add(self, pid: int, memory_mib: int, inside: bool) -> Callable[[], str]:
-        """Limit the memory of all processes below `pid`. Returns a function that removes the limit
-        and returns why the sandbox was killed, or "" if it wasn't."""
+    def add(self, pid: int, memory_mib: int | None, *, inside: bool = False) -> Callable[[], str]:
+        """Limit the memory of a sandbox. `pid` is its outer process or, if `inside` is set, the
+        first process in a forked sandbox, whose own memory isn't counted. Returns a function that
+        removes the limit and returns why the sandbox was killed, or "" if it wasn't."""
+        if memory_mib is None:
+            return lambda: ""
         try:
             limit = _Limit(pid, os.pidfd_open(pid), memory_mib, inside)
         except ProcessLookupError:
@@ -218,11 +221,4 @@ def _kill_sandbox(pid: int, *, inside: bool) -> None:
                 os.kill(int(child), signal.SIGKILL)
 
 
-_LIMITER = _MemoryLimiter()
-
-
-def hold(pid: int, memory_mib: int | None, *, inside: bool = False) -> Callable[[], str]:
-    """Limit the memory of a sandbox. `pid` is its outer process or, if `inside` is set, the first
-    process in a forked sandbox, whose own memory isn't counted. Returns a function that removes the
-    limit and returns why the sandbox was killed, or "" if it wasn't."""
-    return _LIMITER.add(pid, memory_mib, inside) if memory_mib is not None else lambda: ""
+MEMORY_LIMITER = _MemoryLimiter()

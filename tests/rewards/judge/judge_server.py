@@ -233,19 +233,19 @@ def judge(
     config: JudgeConfig, answers: Sequence[str], prompt: Prompt = PROMPT
 ) -> list[Judged | Failed]:
     with JudgeService(config, backoff_s=0.005) as service:
-        futures = [service.submit_text(prompt, answer) for answer in answers]
+        futures = [service.submit(prompt, answer) for answer in answers]
         return [future.result(PATIENCE_S) for future in futures]
 
 
 def judged(service: JudgeService, answer: str, prompt: Prompt = PROMPT) -> Judged:
     """Judge an answer, which must succeed."""
-    result = service.submit_text(prompt, answer).result(PATIENCE_S)
+    result = service.submit(prompt, answer).result(PATIENCE_S)
     assert isinstance(result, Judged), result
     return result
 
 
 def failed(service: JudgeService, answer: str) -> Failed:
-    result = service.submit_text(PROMPT, answer).result(PATIENCE_S)
+    result = service.submit(PROMPT, answer).result(PATIENCE_S)
     assert isinstance(result, Failed), result
     return result
 

@@ -18,7 +18,7 @@ from keel.data.conversations.load import read_conversations
 from keel.rewards.judge import client
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import Counts, Failed, Judged, JudgeStopped
-from tests.rewards.groups import with_message
+from keel.rewards.text import final_text, thinking_text
 from tests.rewards.judge.judge_server import (
     PROMPT,
     Reply,
@@ -81,8 +81,9 @@ def test_only_the_final_answer_is_judged(server: Server) -> None:
 def test_a_criterion_may_see_the_thinking(server: Server) -> None:
     prompt = replace(PROMPT, reward=rubric(*BOTH))
     message = {"role": "assistant", "content": "red", "reasoning_content": "perhaps blue"}
+    texts = final_text([message]), thinking_text([message])
     with JudgeService(settings(server.url)) as service:
-        result = service.submit(prompt, with_message(message)).result(PATIENCE_S)
+        result = service.submit(prompt, *texts).result(PATIENCE_S)
     assert {v.name: v.score for v in result.verdicts} == {"answer": 0.0, "doubt": 1.0}
     sent = {tuple(criteria_of(r).values()): material_of(r["messages"]) for r in server.requests}
     assert sent == {
@@ -171,7 +172,7 @@ def test_counts_and_metrics(server: Server) -> None:
     server.behave = scripted(slow, Reply("{}", status=429), says("It is met."))
     config = settings(server.url, max_concurrent=1, retries=3)
     with JudgeService(config, backoff_s=0.005) as service:
-        futures = [service.submit_text(PROMPT, answer) for answer in ("blue", "sky", "blue", "")]
+        futures = [service.submit(PROMPT, answer) for answer in ("blue", "sky", "blue", "")]
         for future in futures:
             future.result(PATIENCE_S)
         counts = service.counts()
@@ -216,7 +217,7 @@ def test_long_completion_scores_zero_long_task_fails(
     prompt = replace(PROMPT, reward=reward)
     with JudgeService(settings(server.url)) as service:
         thoughts = "perhaps " * (thinking // 8)
-        result = service.submit_text(prompt, answer, thinking=thoughts).result(PATIENCE_S)
+        result = service.submit(prompt, answer, thinking=thoughts).result(PATIENCE_S)
     assert isinstance(result, kind)
     assert result.kind == "too_long" if isinstance(result, Failed) else result.value == 0.0
 
@@ -266,7 +267,7 @@ def test_a_lost_server_stops_the_run() -> None:
     with JudgeService(config, servers=[moving], backoff_s=0.005) as service:
         for _ in range(2):
             with pytest.raises(JudgeStopped, match="died"):
-                service.submit_text(PROMPT, "blue").result(PATIENCE_S)
+                service.submit(PROMPT, "blue").result(PATIENCE_S)
         assert service.counts().calls == 1
 
 
@@ -321,7 +322,7 @@ def test_each_server_has_its_own_limit(count: int) -> None:
         servers = [stack.enter_context(running(slow)) for _ in range(count)]
         moving = [Moving(server.url) for server in servers]
         with JudgeService(config, servers=moving, backoff_s=0.001) as service:
-            futures = [service.submit_text(PROMPT, f"blue {n}") for n in range(12 * count)]
+            futures = [service.submit(PROMPT, f"blue {n}") for n in range(12 * count)]
             assert all(isinstance(future.result(PATIENCE_S), Judged) for future in futures)
         assert {(server.most_busy, len(server.requests)) for server in servers} == {(3, 12)}
 
@@ -444,20 +445,20 @@ def test_too_many_failures_stop_the_run(server: Server) -> None:
             failed(service, f"blue {number}")
         assert service.counts().failed == {"refused": 4}
         with pytest.raises(JudgeStopped, match=r"5 of the last 5 .*HTTP 400"):
-            service.submit_text(PROMPT, "blue").result(PATIENCE_S)
+            service.submit(PROMPT, "blue").result(PATIENCE_S)
         server.behave = good
         with pytest.raises(JudgeStopped):
-            service.submit_text(PROMPT, "sky").result(PATIENCE_S)
+            service.submit(PROMPT, "sky").result(PATIENCE_S)
     assert len(server.requests) == 5, "a stopped judge makes no calls"
 
 
 def test_closing_cancels_calls_in_flight(server: Server) -> None:
     server.behave = lambda request: Reply("{}", delay_s=1000)
     service = JudgeService(settings(server.url))
-    future = service.submit_text(PROMPT, "blue")
+    future = service.submit(PROMPT, "blue")
     wait_for(lambda: server.requests)
     service.close()
     service.close()
     assert future.cancelled()
     with pytest.raises(RuntimeError, match="closed"):
-        service.submit_text(PROMPT, "blue")
+        service.submit(PROMPT, "blue")

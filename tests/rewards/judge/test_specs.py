@@ -252,5 +252,5 @@ def test_malformed_verifications_fail(
     server.behave = lambda request: (
         honest(request) if "evaluation" in material_of(request["messages"]) else says(reply)
     )
-    result = service.submit_text(PROMPT, answer(f"{wrong}")).result(PATIENCE_S)
+    result = service.submit(PROMPT, answer(f"{wrong}")).result(PATIENCE_S)
     assert isinstance(result, Failed) and result.kind == "invalid"
