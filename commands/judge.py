@@ -160,8 +160,8 @@ def _judge_answers(
     """Judge all answers, write the results to `out` as JSON lines, and print a summary table.
     Returns the number of answers that could not be judged.
 
-    Raises ValueError if the judge cannot be used. Raises JudgeStopped if it stops early; `out` then
-    contains the results so far.
+    Raises ValueError if the judge cannot be used. Raises RewardStopped if it stops early; `out`
+    then contains the results so far.
     """
     with JudgeService(settings, servers=servers) as judge:
         with waiting("starting the judge" if servers else "connecting to the judge"):

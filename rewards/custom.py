@@ -44,7 +44,7 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 from keel.rewards.text import every_turn, final_text, raw_text, thinking_text
 
 PREFIX = "python."  # prefix that marks functions given to `keel.train` in a recipe
-FOLDER = "KEEL_PASSED_FUNCTIONS"
+_FOLDER = "KEEL_PASSED_FUNCTIONS"
 """Environment variable with the path of the folder that contains the pickled functions."""
 
 
@@ -124,17 +124,17 @@ def pickle_functions(functions: Sequence[Callable[..., Any]]) -> Generator[None]
                 raise ValueError(
                     f"reward {name} cannot be pickled ({error}). Create such objects at first call"
                 ) from error
-        os.environ[FOLDER] = folder
+        os.environ[_FOLDER] = folder
         try:
             yield
         finally:
-            del os.environ[FOLDER]
+            del os.environ[_FOLDER]
 
 
 def pickled_functions() -> dict[str, bytes]:
     """Read the functions stored by `pickle_functions` so they can be sent to another node. Returns
     a mapping from file names to contents."""
-    folder = os.environ.get(FOLDER)
+    folder = os.environ.get(_FOLDER)
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()} if folder else {}
 
 
@@ -142,7 +142,7 @@ def store_functions(functions: Mapping[str, bytes]) -> None:
     """Write functions from another node (see `pickled_functions`) to a folder. Worker processes
     started by this process load them from there."""
     if functions:
-        folder = os.environ[FOLDER] = mkdtemp(prefix="keel-functions-")
+        folder = os.environ[_FOLDER] = mkdtemp(prefix="keel-functions-")
         for name, pickled in functions.items():
             Path(folder, name).write_bytes(pickled)
 
@@ -154,7 +154,7 @@ def _unpickle(path: Path) -> Any:
 
 
 def _load_pickled(name: str) -> Any:
-    folder = os.environ.get(FOLDER)
+    folder = os.environ.get(_FOLDER)
     path = Path(folder or ".", f"{name}.pkl")
     is_plain = name.removeprefix(PREFIX).isidentifier()  # a recipe may hold any path
     if not folder or not is_plain or not path.is_file():
@@ -335,7 +335,8 @@ _DUMP_FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
 
 class RewardStopped(RuntimeError):
-    """Raised if too many completions could not be scored."""
+    """Raised if too many completions could not be scored, the judge's call limit is reached, or a
+    judge server doesn't start."""
 
 
 class FailureRate:

@@ -117,7 +117,7 @@ class Scorer:
         If a verifier fails on a completion, its component is 0 and the component `error` is 1.
         Completions that the judge couldn't score are dropped. In training, truncated ones are
         dropped too if the length rule requires it. The future raises ValueError if the domain has
-        no weights or the reward spec is malformed, and JudgeStopped or RewardStopped if too many
+        no weights or the reward spec is malformed, and RewardStopped if too many
         completions couldn't be scored.
         """
         try:

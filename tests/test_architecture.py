@@ -20,7 +20,7 @@ import yaml
 from setuptools import find_packages
 
 from keel.configs.load import _Loader
-from keel.rewards.custom import FOLDER, PREFIX, load_function
+from keel.rewards.custom import _FOLDER, PREFIX, load_function
 
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
@@ -400,7 +400,7 @@ def test_recipes_are_read_by_a_safe_loader() -> None:
 
 
 def test_recipe_cannot_name_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(_FOLDER, str(tmp_path))
     (tmp_path / "python.x").mkdir()
     (tmp_path / "python.x" / "y.pkl").write_bytes(pickle.dumps(len))
     with pytest.raises(ValueError, match=r"keel\.train"):

@@ -58,19 +58,19 @@ def from_jsonable(value: object) -> object:
     return value
 
 
-def to_jsonable(value):
+def _to_jsonable(value):
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
-        return [to_jsonable(item) for item in value]
+        return [_to_jsonable(item) for item in value]
     if isinstance(value, tuple):
-        return {"~tuple": [to_jsonable(item) for item in value]}
+        return {"~tuple": [_to_jsonable(item) for item in value]}
     if isinstance(value, (set, frozenset)):
-        return {"~set": [to_jsonable(item) for item in value]}
+        return {"~set": [_to_jsonable(item) for item in value]}
     if isinstance(value, dict):
         if all(isinstance(key, str) and not key.startswith("~") for key in value):
-            return {key: to_jsonable(item) for key, item in value.items()}
-        return {"~dict": [[to_jsonable(key), to_jsonable(item)] for key, item in value.items()]}
+            return {key: _to_jsonable(item) for key, item in value.items()}
+        return {"~dict": [[_to_jsonable(key), _to_jsonable(item)] for key, item in value.items()]}
     raise TypeError(f"returned a {type(value).__name__}, which a test cannot compare")
 
 
@@ -110,7 +110,7 @@ def main(path):
     for name, args, kwargs in calls:
         try:
             value = _find(name, module.__dict__)(*from_jsonable(args), **from_jsonable(kwargs))  # pyright: ignore[reportCallIssue]
-            send("returned", to_jsonable(value))
+            send("returned", _to_jsonable(value))
         except BaseException as error:
             send("raised", f"{type(error).__name__}: {error}"[:200])
 

@@ -20,11 +20,13 @@ import openai
 from openai import APIConnectionError, AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
 from keel.configs.sections.rewards import JudgeConfig
+from keel.rewards.custom import RewardStopped
 from keel.rewards.judge.prompts import BadReply, Question, new_fence
-from keel.rewards.judge.specs import Counts, FailureKind, JudgeStopped, ServedJudge, Unjudged
+from keel.rewards.judge.specs import Counts, FailureKind, ServedJudge, Unjudged
 from keel.rl.metrics import Mean
 
 _CONNECT_TIMEOUT_S = 10.0
+_BACKOFF_S = 0.5  # delay before the first retry. It doubles with every further retry.
 _MAX_PAUSE_S = 30.0
 _RETRIED = frozenset({408, 409, 425})  # HTTP statuses that are retried, in addition to 429 and 5xx
 _TOO_LONG_STATUSES = frozenset({400, 413, 422})
@@ -101,19 +103,15 @@ class JudgeEndpoint:
     """Sends questions to one or more OpenAI-compatible servers and caches the responses. Must be
     used from a single event loop."""
 
-    def __init__(
-        self, settings: JudgeConfig, *, servers: Sequence[ServedJudge] = (), backoff_s: float = 0.5
-    ) -> None:
+    def __init__(self, settings: JudgeConfig, servers: Sequence[ServedJudge] = ()) -> None:
         """Open the cache and the HTTP client. Raises ValueError if the endpoint, its API key or a
         file can't be used.
 
-        If `servers` is given, their URLs replace `settings.base_url`. `backoff_s` is the delay
-        before the first retry. It doubles with every further retry.
+        If `servers` is given, their URLs replace `settings.base_url`.
         """
         if not (settings.base_url or servers) or not settings.model:
             raise ValueError("a rubric needs a judge; set rewards.judge.base_url and model")
         self._settings = settings
-        self._backoff_s = backoff_s
         variable = settings.api_key_env
         key = os.environ.get(variable, "").strip()
         if variable and not key:
@@ -136,16 +134,16 @@ class JudgeEndpoint:
         self._stopped = ""
         self.counts = Counts()
 
-    def stop(self, reason: str) -> JudgeStopped:
+    def stop(self, reason: str) -> RewardStopped:
         """Reject all further calls. Returns the error they will raise."""
         self._stopped = self._stopped or reason
-        return JudgeStopped(self._stopped)
+        return RewardStopped(self._stopped)
 
     async def ask(self, question: Question[T], *, sample: int = 0, fresh: bool = False) -> T:
         """Return the judge's response to a question. Later calls with the same `sample` return the
         cached response, unless `fresh` is set.
 
-        Raises Unjudged if all attempts fail, and JudgeStopped if the endpoint no longer accepts
+        Raises Unjudged if all attempts fail, and RewardStopped if the endpoint no longer accepts
         calls.
         """
         s = self._settings
@@ -177,11 +175,11 @@ class JudgeEndpoint:
             self._chats.close()
 
     async def locate_all(self) -> int:
-        """Wait until all servers are up, and return how many there are. Raises JudgeStopped if a
+        """Wait until all servers are up, and return how many there are. Raises RewardStopped if a
         server fails."""
         await asyncio.gather(*(self._start_lookup(backend) for backend in self._backends))
         if self._stopped:
-            raise JudgeStopped(self._stopped)
+            raise RewardStopped(self._stopped)
         return len(self._backends)
 
     def _connect(self, backend: _Backend, url: str) -> None:
@@ -235,7 +233,7 @@ class JudgeEndpoint:
             while not self._stopped and (backend := self._choose(avoided)) is None:
                 await self._changed.wait()
         if backend is None:
-            raise JudgeStopped(self._stopped)
+            raise RewardStopped(self._stopped)
         self.counts.queue_s = self.counts.queue_s.merge(Mean(time.monotonic() - started, 1))
         backend.calls += 1
         try:
@@ -261,7 +259,7 @@ class JudgeEndpoint:
                     if not error.retry or attempt > self._settings.retries:
                         raise
                     self.counts.retried[error.kind] += 1
-                    pause = self._backoff_s * 2 ** min(attempt - 1, 10)
+                    pause = _BACKOFF_S * 2 ** min(attempt - 1, 10)
                     pause *= random.uniform(0.5, 1.5)
                     await asyncio.sleep(min(max(pause, error.after_s), _MAX_PAUSE_S))
 
@@ -282,7 +280,7 @@ class JudgeEndpoint:
         settings, client = self._settings, backend.client
         assert client is not None
         if self._stopped:
-            raise JudgeStopped(self._stopped)
+            raise RewardStopped(self._stopped)
         if 0 < settings.max_calls <= self.counts.calls:
             raise self.stop(
                 f"the judge has been called rewards.judge.max_calls = {settings.max_calls} times; "

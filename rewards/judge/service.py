@@ -25,14 +25,12 @@ _LONG = 0.1  # of `max_characters`; a longer one that exceeds the judge's contex
 class JudgeService:
     """Judges completions on an event loop in its own thread. Use it as a context manager."""
 
-    def __init__(
-        self, settings: JudgeConfig, *, servers: Sequence[ServedJudge] = (), backoff_s: float = 0.5
-    ) -> None:
+    def __init__(self, settings: JudgeConfig, servers: Sequence[ServedJudge] = ()) -> None:
         # Imported late: few runs have a judge, and openai takes more than a second to load.
         from keel.rewards.judge.client import JudgeEndpoint  # noqa: PLC0415
 
         self._settings = settings
-        self._endpoint = JudgeEndpoint(settings, servers=servers, backoff_s=backoff_s)
+        self._endpoint = JudgeEndpoint(settings, servers)
         self._rate = FailureRate(settings.max_failure_fraction)
         self._counts = self._endpoint.counts
         self._loop = asyncio.new_event_loop()
@@ -44,8 +42,8 @@ class JudgeService:
         """Start judging an answer based on the spec in `prompt.reward`. Thinking inside `answer` is
         removed. `thinking` is used only for criteria about the thinking.
 
-        The future raises ValueError if the spec is malformed, and JudgeStopped if the call limit is
-        reached or too many completions couldn't be judged.
+        The future raises ValueError if the spec is malformed, and RewardStopped if the call limit
+        is reached or too many completions couldn't be judged.
         """
         if self._closed:
             raise RuntimeError("the judge is closed")
@@ -54,7 +52,7 @@ class JudgeService:
 
     def check_reachable(self) -> None:
         """Send a test request to each server. Raises ValueError if a request fails, and
-        JudgeStopped if one of this run's own servers doesn't start."""
+        RewardStopped if one of this run's own servers doesn't start."""
         task = [{"role": "user", "content": "Name a colour."}]
         criteria, material = {"c1": "The answer names a colour."}, {"answer": "Blue."}
         question = rubric_question(task, criteria, "", material)

@@ -91,10 +91,6 @@ class Unjudged(Exception):
         self.retry, self.after_s = retry, after_s
 
 
-class JudgeStopped(RuntimeError):
-    """Raised if the call limit is reached, too many calls fail, or a server doesn't start."""
-
-
 @dataclass(slots=True)
 class Counts:
     """Counters behind the judge's metrics. Each integer field is reported as `judge/NAME`."""

@@ -13,7 +13,6 @@ import platform
 import secrets
 import shutil
 import signal
-import socket
 import struct
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -214,9 +213,6 @@ futimesat 261; utime 132; utimensat 280; utimes 235
 """System calls that succeed without doing anything, because they would change timestamps of
 devices."""
 _MMAP, _RT_SIGACTION, _CLONE, _PRLIMIT64, _CLONE3 = 9, 13, 56, 302, 435
-LOCAL = (socket.AF_UNIX,)
-FORKING = ("mount", "unshare")  # what a process needs to move its children into new namespaces
-NETWORK = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 
 _MACHINE, _AUDIT_ARCH = "x86_64", 0xC000003E
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}

@@ -16,6 +16,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
@@ -27,9 +28,6 @@ from typing import Any, Literal, NamedTuple
 
 from keel.rewards.sandbox import bubblewrap
 from keel.rewards.sandbox.bubblewrap import (
-    FORKING,
-    LOCAL,
-    NETWORK,
     TMP,
     IsolationError,
     folder_args,
@@ -97,9 +95,11 @@ class EnvironmentSandbox:
     def hold(self, pid: int, *, inside: bool) -> Callable[[], str]:
         return MEMORY_LIMITER.add(pid, self.memory_mib, inside=inside)
 
-    def _seccomp(self, *permitted: str) -> bytes:
-        sockets = LOCAL if self.network == "none" else NETWORK
-        return seccomp_filter(sockets=sockets, permitted=permitted)
+    def _seccomp(self, *, forks: bool = False) -> bytes:
+        internet = () if self.network == "none" else (socket.AF_INET, socket.AF_INET6)
+        # What a process needs to move its children into new namespaces.
+        permitted = ("mount", "unshare") if forks else ()
+        return seccomp_filter(sockets=(socket.AF_UNIX, *internet), permitted=permitted)
 
     @contextmanager
     def __call__(
@@ -143,8 +143,7 @@ class EnvironmentSandbox:
                 "/dev/shm",
             ]
         with ExitStack() as stack:
-            filter = self._seccomp(*FORKING) if forks else self._seccomp()
-            fd = bubblewrap.memory_file(stack, filter)
+            fd = bubblewrap.memory_file(stack, self._seccomp(forks=forks))
             words += ["--remount-ro", "/", "--seccomp", str(fd), "--"]
             words += ["/bin/sh", "-c", mount_proc + '"$@"; exit $?', "sh"]
             words += bubblewrap.drop_privileges_args(root)

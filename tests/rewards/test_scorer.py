@@ -140,7 +140,7 @@ def server() -> Iterator[Server]:
 
 def service(server: Server, **knobs: Any) -> JudgeService:
     config = JudgeConfig(base_url=server.url, model="m", retries=0, **knobs)
-    return JudgeService(config, backoff_s=0.001)
+    return JudgeService(config)
 
 
 def test_judge_failures_leave_the_group(server: Server) -> None:

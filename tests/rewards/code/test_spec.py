@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.rewards.code import verifier
-from keel.rewards.code.call_driver import _find, from_jsonable, to_jsonable
+from keel.rewards.code.call_driver import _find, _to_jsonable, from_jsonable
 from keel.rewards.code.verifier import _same_text, _same_value, code_blocks, read_task
 from keel.rewards.sandbox.sandbox import Limits
 from tests.rewards.code.hostile import ADD_CALL, ADD_STDIN
@@ -67,9 +67,9 @@ def test_a_prompt_may_set_limits() -> None:
 
 def test_the_driver_encodes_values() -> None:
     value = {"t": (1, ("a",)), "s": {1}, "d": {1: "x", (1, 2): [None]}, "~set": 1.5}
-    assert from_jsonable(to_jsonable(value)) == value
+    assert from_jsonable(_to_jsonable(value)) == value
     with pytest.raises(TypeError, match="object"):
-        to_jsonable([object()])
+        _to_jsonable([object()])
     assert _find("str.upper", {"str": str})() == ""
 
 

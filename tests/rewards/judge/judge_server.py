@@ -232,7 +232,7 @@ def settings(url: str, **changes: Any) -> JudgeConfig:
 def judge(
     config: JudgeConfig, answers: Sequence[str], prompt: Prompt = PROMPT
 ) -> list[Judged | Failed]:
-    with JudgeService(config, backoff_s=0.005) as service:
+    with JudgeService(config) as service:
         futures = [service.submit(prompt, answer) for answer in answers]
         return [future.result(PATIENCE_S) for future in futures]
 

@@ -15,9 +15,10 @@ import pytest
 
 from keel.configs.schema import ConversationsConfig
 from keel.data.conversations.load import read_conversations
+from keel.rewards.custom import RewardStopped
 from keel.rewards.judge import client
 from keel.rewards.judge.service import JudgeService
-from keel.rewards.judge.specs import Counts, Failed, Judged, JudgeStopped
+from keel.rewards.judge.specs import Counts, Failed, Judged
 from keel.rewards.text import final_text, thinking_text
 from tests.rewards.judge.judge_server import (
     PROMPT,
@@ -171,7 +172,7 @@ def test_counts_and_metrics(server: Server) -> None:
     slow = Reply("{}", status=500, delay_s=0.2)
     server.behave = scripted(slow, Reply("{}", status=429), says("It is met."))
     config = settings(server.url, max_concurrent=1, retries=3)
-    with JudgeService(config, backoff_s=0.005) as service:
+    with JudgeService(config) as service:
         futures = [service.submit(PROMPT, answer) for answer in ("blue", "sky", "blue", "")]
         for future in futures:
             future.result(PATIENCE_S)
@@ -254,7 +255,7 @@ def test_a_moved_server_is_found_again(server: Server, monkeypatch: pytest.Monke
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     config = settings("http://unused", base_url="", serve=True)
     moving = Moving("http://127.0.0.1:9/v1", server.url)
-    with JudgeService(config, servers=[moving], backoff_s=0.005) as service:
+    with JudgeService(config, servers=[moving]) as service:
         judged(service, "blue")
         judged(service, "red")
     assert server.keys == ["Bearer its key"] * 2
@@ -264,9 +265,9 @@ def test_a_moved_server_is_found_again(server: Server, monkeypatch: pytest.Monke
 def test_a_lost_server_stops_the_run() -> None:
     moving = Moving("http://127.0.0.1:9/v1")
     config = settings("http://unused", base_url="", serve=True)
-    with JudgeService(config, servers=[moving], backoff_s=0.005) as service:
+    with JudgeService(config, servers=[moving]) as service:
         for _ in range(2):
-            with pytest.raises(JudgeStopped, match="died"):
+            with pytest.raises(RewardStopped, match="died"):
                 service.submit(PROMPT, "blue").result(PATIENCE_S)
         assert service.counts().calls == 1
 
@@ -290,7 +291,7 @@ def test_other_servers_take_the_requests_while_one_restarts() -> None:
     with running(good) as first, running(good) as second:
         lost = Restarting("http://127.0.0.1:9/v1", first.url, first.url)
         servers = [lost, Moving(second.url, second.url)]
-        with JudgeService(config, servers=servers, backoff_s=0.001) as service:
+        with JudgeService(config, servers=servers) as service:
             for number in range(6):
                 judged(service, f"blue {number}")
             assert (len(first.requests), len(second.requests)) == (0, 6)
@@ -304,7 +305,7 @@ def test_a_retry_leaves_a_failing_server() -> None:
     config = settings("http://unused", base_url="", serve=True, retries=1)
     with running(lambda _: (500, "down")) as failing, running(good) as fine:
         servers = [Moving(failing.url, failing.url), Moving(fine.url, fine.url)]
-        with JudgeService(config, servers=servers, backoff_s=0.001) as service:
+        with JudgeService(config, servers=servers) as service:
             judged(service, "blue")
         assert len(failing.requests) == 1
 
@@ -321,7 +322,7 @@ def test_each_server_has_its_own_limit(count: int) -> None:
     with ExitStack() as stack:
         servers = [stack.enter_context(running(slow)) for _ in range(count)]
         moving = [Moving(server.url) for server in servers]
-        with JudgeService(config, servers=moving, backoff_s=0.001) as service:
+        with JudgeService(config, servers=moving) as service:
             futures = [service.submit(PROMPT, f"blue {n}") for n in range(12 * count)]
             assert all(isinstance(future.result(PATIENCE_S), Judged) for future in futures)
         assert {(server.most_busy, len(server.requests)) for server in servers} == {(3, 12)}
@@ -333,7 +334,7 @@ ANSWERS = (f"blue {number}" for number in itertools.count())
 
 @pytest.fixture(scope="module")
 def service(one_server: Server) -> Iterator[JudgeService]:
-    with JudgeService(settings(one_server.url), backoff_s=0.001) as service:
+    with JudgeService(settings(one_server.url)) as service:
         yield service
 
 
@@ -418,14 +419,14 @@ def test_an_absent_judge() -> None:
         url = gone.url
     (result,) = judge(settings(url), ["blue"])
     assert isinstance(result, Failed) and result.kind == "unreachable"
-    with JudgeService(settings(url), backoff_s=0.005) as service, pytest.raises(ValueError):
+    with JudgeService(settings(url)) as service, pytest.raises(ValueError):
         service.check_reachable()
 
 
 def test_check_reachable_needs_a_fresh_valid_reply(server: Server, tmp_path: Path) -> None:
     config = settings(server.url, cache_dir=str(tmp_path))
     server.behave = lambda request: says({"c1": MET})
-    with JudgeService(config, backoff_s=0.005) as service:
+    with JudgeService(config) as service:
         service.check_reachable()
         server.behave = lambda request: says("Sure! Blue is a colour.")
         with pytest.raises(ValueError, match="JSON"):
@@ -433,21 +434,21 @@ def test_check_reachable_needs_a_fresh_valid_reply(server: Server, tmp_path: Pat
 
 
 def test_spent_calls_stop_the_run(server: Server) -> None:
-    with pytest.raises(JudgeStopped, match="max_calls = 3"):
+    with pytest.raises(RewardStopped, match="max_calls = 3"):
         judge(settings(server.url, max_calls=3, max_concurrent=1), [f"blue {i}" for i in range(9)])
     assert len(server.requests) == 3
 
 
 def test_too_many_failures_stop_the_run(server: Server) -> None:
     server.behave = lambda request: Reply("{}", status=400)
-    with JudgeService(settings(server.url, max_failure_fraction=0.2), backoff_s=0.005) as service:
+    with JudgeService(settings(server.url, max_failure_fraction=0.2)) as service:
         for number in range(4):
             failed(service, f"blue {number}")
         assert service.counts().failed == {"refused": 4}
-        with pytest.raises(JudgeStopped, match=r"5 of the last 5 .*HTTP 400"):
+        with pytest.raises(RewardStopped, match=r"5 of the last 5 .*HTTP 400"):
             service.submit(PROMPT, "blue").result(PATIENCE_S)
         server.behave = good
-        with pytest.raises(JudgeStopped):
+        with pytest.raises(RewardStopped):
             service.submit(PROMPT, "sky").result(PATIENCE_S)
     assert len(server.requests) == 5, "a stopped judge makes no calls"
 

@@ -187,7 +187,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def service(server: Server) -> Iterator[JudgeService]:
     config = JudgeConfig(base_url=server.url, model="m", retries=1, max_failure_fraction=1.0)
-    with JudgeService(config, backoff_s=0.005) as service:
+    with JudgeService(config) as service:
         yield service
 
 

@@ -1,0 +1,10 @@
+"""Fixtures of the judge's tests."""
+
+import pytest
+
+from keel.rewards.judge import client
+
+
+@pytest.fixture(autouse=True)
+def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_BACKOFF_S", 0.005)
