@@ -5,7 +5,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from keel.rewards.code.verifier import CodeSettings, check_task, read_task
+from keel.configs.sections.rewards import CodeConfig
+from keel.rewards.code.verifier import check_task, read_task
 from keel.rewards.compose import check_parts
 from keel.rewards.custom import TextTrajectory, is_function, prompt_fields, scores_group
 from keel.rewards.judge.specs import JUDGED_KINDS, judged_spec
@@ -101,7 +102,7 @@ def try_functions(
 
 
 def check_prompts(
-    prompts: Sequence[Prompt], weights: Mapping[str, float], *, code: CodeSettings
+    prompts: Sequence[Prompt], weights: Mapping[str, float], *, code: CodeConfig
 ) -> str:
     """Check that a data source's prompts are compatible with its reward weights, and run the
     reference solutions of its programming tasks.

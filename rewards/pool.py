@@ -11,14 +11,14 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 import keel
-from keel.rewards.code.verifier import CodeSettings
+from keel.configs.sections.rewards import CodeConfig
 from keel.rewards.custom import dump_location
 from keel.rewards.rules.verifiers import verifier_for
 from keel.rewards.sandbox.processes import kill_descendants
@@ -62,18 +62,17 @@ class WorkerPool:
         workers: int,
         *,
         timeout_s: float,
-        code: Mapping[str, Any] | None = None,
+        code: CodeConfig | None = None,
         log: Path | None = None,
     ) -> None:
         """Start the workers, which import their libraries in the background.
 
-        `timeout_s` is the time limit per completion, enforced only if there are workers. `code`
-        contains the fields of `CodeConfig`, whose `completion_s` is the time limit for programs.
-        Each worker prints to a file in the `log` folder, or to standard error if `log` is None.
+        `timeout_s` is the time limit per completion, enforced only if there are workers. For
+        programs, it is `code.completion_s`. Each worker prints to a file in the `log` folder, or to
+        standard error if `log` is None.
         """
         allow_long_integers()  # in tests of programs, which travel as JSON
-        self._code = dict(code or {})
-        self._settings = CodeSettings.from_knobs(self._code)
+        self._code = code or CodeConfig()
         self._timeout_s = timeout_s
         if log is not None:
             log.mkdir(parents=True, exist_ok=True)
@@ -104,14 +103,14 @@ class WorkerPool:
         distinct = list(dict.fromkeys(completions))
         if self._workers:
             is_code = spec.get("kind") == "code"
-            limit_s = self._settings.completion_s + _CODE_GRACE_S if is_code else self._timeout_s
+            limit_s = self._code.completion_s + _CODE_GRACE_S if is_code else self._timeout_s
             worker = self._idle.get()  # never blocks: there are as many threads as workers
             try:
                 scores = worker.verify(spec, distinct, limit_s)
             finally:
                 self._idle.put(worker)
         else:
-            verifier = verifier_for(spec, self._settings)
+            verifier = verifier_for(spec, self._code)
             scores = [_score(reply_to(verifier, completion)) for completion in distinct]
         by_completion = dict(zip(distinct, scores, strict=True))
         return [by_completion[completion] for completion in completions]
@@ -129,8 +128,8 @@ class _WorkerLost(Exception):
 class _Worker:
     """A worker process that is restarted after failures. Only one thread may use it at a time."""
 
-    def __init__(self, code: Mapping[str, Any], log: Path | None) -> None:
-        self._code, self._log = code, log
+    def __init__(self, code: CodeConfig, log: Path | None) -> None:
+        self._code, self._log = asdict(code), log
         self._dump = tempfile.TemporaryFile()  # noqa: SIM115
         """The file for the stack trace of a process that crashes or exceeds its deadline."""
         self._timeout_s = 0.0

@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 
 import torch
 
+from keel.configs.sections.rewards import CodeConfig
 from keel.rewards import compose
 from keel.rewards.compose import LANGUAGE_PARTS, REFUSAL, Score
 from keel.rewards.custom import (
@@ -81,7 +82,7 @@ class Scorer:
         scale: Literal["none", "std"] = "none",
         workers: int = 2,
         timeout_s: float = 3.0,
-        code: Mapping[str, Any] | None = None,
+        code: CodeConfig | None = None,
         lengths: Mapping[str, LengthRule] | None = None,
         judge: JudgeService | None = None,
         max_failure_fraction: float = 1.0,

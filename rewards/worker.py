@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from io import TextIOWrapper
 from typing import Any, cast
 
-from keel.rewards.code.verifier import CodeSettings
+from keel.configs.sections.rewards import CodeConfig
 from keel.rewards.custom import BadReward, error_location
 from keel.rewards.rules.verifiers import Verifier, verifier_for
 from keel.rl.strict_json import allow_long_integers
@@ -91,7 +91,7 @@ def _serve(connection: socket.socket) -> None:
                 unlimited = is_function
                 _limit_memory(None if is_function else _MEMORY_BYTES)
             try:
-                verifier = verifier_for(request["spec"], CodeSettings.from_knobs(request["code"]))
+                verifier = verifier_for(request["spec"], CodeConfig(**request["code"]))
             except (KeyError, TypeError, ValueError) as error:
                 send({"refused": f"{type(error).__name__}: {error}"})
                 continue

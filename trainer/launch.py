@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -332,7 +332,7 @@ def build_scorer(
         scale=config.algorithm.scale_advantages,
         workers=config.rewards.workers,
         timeout_s=config.rewards.timeout_s,
-        code=asdict(config.rewards.code),
+        code=config.rewards.code,
         lengths=length_rules(config),
         judge=judge,
         max_failure_fraction=config.rewards.max_failure_fraction,

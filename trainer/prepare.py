@@ -32,7 +32,6 @@ from keel.model.tiny.cold_start import taught_sources
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.model.trainable import check_adapters, check_ids, check_same_family, trainable_facts
 from keel.rewards.checks import FAILED, check_prompts, check_spec, try_functions
-from keel.rewards.code.verifier import CodeSettings
 from keel.rewards.compose import REFUSAL, check_weights
 from keel.rewards.judge.specs import JUDGED_KINDS
 from keel.rewards.length import LengthRule
@@ -302,7 +301,6 @@ def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
     """Score each source's reference solutions and call each custom reward function once. Returns
     notes on the results, keyed by name. Raises ConfigError if a reward is invalid."""
     notes: dict[str, str] = {}
-    settings = CodeSettings.from_knobs(asdict(config.rewards.code))
     try:
         length_rules(config)
         for source in config.data.sources:
@@ -310,7 +308,7 @@ def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
                 *dataset.heldout.get(source.name, ()),
                 *dataset.train.sources.get(source.name, ()),
             ]
-            if note := check_prompts(prompts, source.rewards, code=settings):
+            if note := check_prompts(prompts, source.rewards, code=config.rewards.code):
                 notes[source.name] = note
             tried = try_functions(prompts, source.rewards, timeout_s=config.rewards.timeout_s)
             notes |= {f"{source.name}, {name}": note for name, note in tried.items()}

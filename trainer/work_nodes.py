@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -182,7 +182,7 @@ class _Node:
 
 def _pool_settings(config: Config, log: Path | None) -> dict[str, Any]:
     rewards = config.rewards
-    return {"timeout_s": rewards.timeout_s, "code": asdict(rewards.code), "log": log}
+    return {"timeout_s": rewards.timeout_s, "code": rewards.code, "log": log}
 
 
 class WorkNodes(WorkerPool):

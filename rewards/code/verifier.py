@@ -25,7 +25,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -33,6 +33,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeGuard, cast
 
 from pydantic import BaseModel, Field, model_validator
 
+from keel.configs.sections.rewards import CodeConfig
 from keel.rewards.sandbox.sandbox import Limits, Sandbox, SandboxOutcome, open_sandbox
 from keel.rewards.spec import STRICT, RewardSpec
 from keel.rewards.text import outside_think
@@ -129,13 +130,14 @@ class _CodeTask(RewardSpec):
             )
         if points and not all(test.subtask or test.sample for test in self.tests):
             raise ValueError("with subtasks, all tests need a `subtask` or `sample: true`")
-        self.limits(Limits())
+        self.limits(CodeConfig())
         return self
 
-    def limits(self, defaults: Limits) -> Limits:
-        """Return the resource limits: `defaults`, unless the task sets its own."""
+    def limits(self, settings: CodeConfig) -> Limits:
+        """Return the resource limits: those in `settings`, unless the task sets its own."""
+        limits = {each.name: getattr(settings, each.name) for each in fields(Limits)}
         own = {"time_s": self.time_limit_s, "memory_mib": self.memory_mib}
-        return replace(defaults, **{knob: v for knob, v in own.items() if v is not None})
+        return Limits(**limits | {name: v for name, v in own.items() if v is not None})
 
     @cached_property
     def shares(self) -> Mapping[str, float]:
@@ -332,22 +334,6 @@ _COMPILE_LIMITS = Limits(
 """Resource limits for compilers, which are trusted, unlike the source code."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CodeSettings:
-    """Settings for running programs, from `rewards.code` in the recipe."""
-
-    isolation: str = "bubblewrap"
-    completion_s: float = 10.0  # time limit for all tests of a completion
-    limits: Limits = field(default_factory=Limits)
-
-    @staticmethod
-    def from_knobs(knobs: Mapping[str, Any]) -> CodeSettings:
-        limits = dict(knobs)
-        names = ("isolation", "completion_s")
-        settings = {name: limits.pop(name) for name in names if name in limits}
-        return CodeSettings(**settings, limits=Limits(**limits))
-
-
 class _CodeVerdict(NamedTuple):
     """The score of a program, from 0 to 1."""
 
@@ -359,7 +345,7 @@ class _CodeVerdict(NamedTuple):
 
 
 def verify_code(
-    spec: Mapping[str, Any], answer_text: str, settings: CodeSettings | None = None
+    spec: Mapping[str, Any], answer_text: str, settings: CodeConfig | None = None
 ) -> _CodeVerdict:
     """Run the last code block in an answer against the hidden tests. Code inside the thinking is
     ignored.
@@ -367,7 +353,7 @@ def verify_code(
     Raises ValueError if the spec is malformed or this machine can't isolate programs, and
     RuntimeError if the sandbox itself fails.
     """
-    settings, task = settings or CodeSettings(), read_task(spec)
+    settings, task = settings or CodeConfig(), read_task(spec)
     sandbox = open_sandbox(settings.isolation)
     blocks = code_blocks(outside_think(answer_text))
     if not blocks:
@@ -378,11 +364,11 @@ def verify_code(
 
 
 def check_task(
-    spec: Mapping[str, Any], settings: CodeSettings, *, name: str, run_reference: bool = False
+    spec: Mapping[str, Any], settings: CodeConfig, *, name: str, run_reference: bool = False
 ) -> None:
     """Raise ValueError if an expected output is longer than a program may print or, with
     `run_reference`, if the `reference` solution fails a test."""
-    limit, task = settings.limits.output_kib, read_task(spec)
+    limit, task = settings.output_kib, read_task(spec)
     for index, test in enumerate(task.tests):
         output = test.stdout or ""
         shortest = len("\n".join(_lines(output)).encode(errors="replace"))
@@ -423,12 +409,10 @@ def _verdict(task: _CodeTask, failures: list[str], skipped: str = "not run") -> 
 
 
 class _Attempt:
-    def __init__(
-        self, task: _CodeTask, code: str, sandbox: Sandbox, settings: CodeSettings
-    ) -> None:
+    def __init__(self, task: _CodeTask, code: str, sandbox: Sandbox, settings: CodeConfig) -> None:
         self._task, self._sandbox = task, sandbox
         self._language = _LANGUAGES[task.language]
-        self._limits = task.limits(settings.limits)
+        self._limits = task.limits(settings)
         self._deadline = time.monotonic() + settings.completion_s
         # A lone surrogate cannot be encoded; escaped, it is a syntax error.
         source = code.encode(errors="backslashreplace")

@@ -6,7 +6,8 @@ import string
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
-from keel.rewards.code.verifier import CodeSettings, code_blocks, read_task, verify_code
+from keel.configs.sections.rewards import CodeConfig
+from keel.rewards.code.verifier import code_blocks, read_task, verify_code
 from keel.rewards.custom import function_verifier
 from keel.rewards.rules.maths import maths_verifier
 from keel.rewards.rules.reasoning_gym import reasoning_gym
@@ -177,7 +178,7 @@ process.
 _MATCH_TIMEOUT_S = 0.5
 
 
-def verifier_for(spec: Mapping[str, Any], code: CodeSettings | None = None) -> Verifier:
+def verifier_for(spec: Mapping[str, Any], code: CodeConfig | None = None) -> Verifier:
     """Build the verifier for a reward spec, or for a reward component that scores a whole
     trajectory. Raises ValueError if the spec is malformed."""
     kind = spec.get("kind")
@@ -191,7 +192,7 @@ def verifier_for(spec: Mapping[str, Any], code: CodeSettings | None = None) -> V
     if kind == "answer":
         verify = _answer_verifier(spec)
     elif kind == "code":
-        verify = _code_verifier(spec, code or CodeSettings())
+        verify = _code_verifier(spec, code or CodeConfig())
     elif kind == "reasoning_gym":
         verify = reasoning_gym(spec)
     else:
@@ -214,7 +215,7 @@ def _answer_verifier(spec: Mapping[str, Any]) -> Verifier:
     return lambda text: float(same(text))
 
 
-def _code_verifier(spec: Mapping[str, Any], settings: CodeSettings) -> Verifier:
+def _code_verifier(spec: Mapping[str, Any], settings: CodeConfig) -> Verifier:
     read_task(spec)
     open_sandbox(settings.isolation)
 

@@ -18,10 +18,10 @@ from keel.commands import api
 from keel.commands.cli import main
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, SourceConfig
+from keel.configs.sections.rewards import CodeConfig
 from keel.data.jsonl import load_jsonl
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rewards.checks import check_prompts, check_spec
-from keel.rewards.code.verifier import CodeSettings
 from keel.rewards.custom import load_function, pickle_functions
 from keel.rewards.scorer import Scorer
 from keel.rl.types import FUNCTIONS
@@ -245,12 +245,12 @@ def test_functions_alone_judge_prompts_without_answers(tmp_path: Path) -> None:
     assert item.prompt.reward == {"kind": FUNCTIONS, "columns": {"most": 3}}
     scoring = {"workers": 1, "timeout_s": PATIENCE_S}
     with pickle_functions([short, unlike]), Scorer({"made": rewards}, **scoring) as scorer:
-        check_prompts([item.prompt], rewards, code=CodeSettings())
+        check_prompts([item.prompt], rewards, code=CodeConfig())
         (scored,) = score(scorer, [group("hi", "hi", "hello", prompt=item.prompt)])
     assert [parts["python.unlike"] for parts in scored.parts_G] == [0.5, 0.5, 1.0]
     assert [parts["correct"] for parts in scored.parts_G] == [0.875, 0.875, 0.25]
     with pytest.raises(ValueError, match="nothing to judge it by"):
-        check_prompts([item.prompt], {"correct": 1.0}, code=CodeSettings())
+        check_prompts([item.prompt], {"correct": 1.0}, code=CodeConfig())
 
 
 def test_callbacks_can_stop_the_run() -> None:

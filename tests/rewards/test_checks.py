@@ -4,15 +4,14 @@ from typing import Any
 
 import pytest
 
+from keel.configs.sections.rewards import CodeConfig
 from keel.rewards import checks
 from keel.rewards.checks import check_prompts, check_spec
-from keel.rewards.code.verifier import CodeSettings
-from keel.rewards.sandbox.sandbox import Limits
 from keel.rl.types import Prompt
 from tests.waiting import PATIENCE_S
 
-TRUSTED = CodeSettings(
-    isolation="none-i-trust-the-answers", completion_s=PATIENCE_S, limits=Limits(time_s=PATIENCE_S)
+TRUSTED = CodeConfig(
+    isolation="none-i-trust-the-answers", completion_s=PATIENCE_S, time_s=PATIENCE_S
 )
 RIGHT, WRONG = "print(input())", "print(1)"
 CORRECT = {"correct": 1.0}

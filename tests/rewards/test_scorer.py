@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from keel.configs.schema import JudgeConfig
+from keel.configs.sections.rewards import CodeConfig
 from keel.rewards.compose import check_weights, compose
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.length import LengthRule
@@ -27,8 +28,9 @@ from tests.rewards.judge.judge_server import (
 from tests.waiting import PATIENCE_S
 
 WEIGHTS = {"maths": {"correct": 1.0, "format": 0.1}}
-TRUSTED = {"isolation": "none-i-trust-the-answers"}
-TRUSTED |= {"completion_s": PATIENCE_S, "time_s": PATIENCE_S}
+TRUSTED = CodeConfig(
+    isolation="none-i-trust-the-answers", completion_s=PATIENCE_S, time_s=PATIENCE_S
+)
 CRITERIA = [
     {"name": "blue", "text": "says blue", "weight": 0.75},
     {"name": "sky", "text": "says sky", "weight": 0.25},

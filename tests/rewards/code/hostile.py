@@ -20,13 +20,13 @@ from typing import Any
 
 import yaml
 
-from keel.rewards.code.verifier import CodeSettings, verify_code
+from keel.configs.sections.rewards import CodeConfig
+from keel.rewards.code.verifier import verify_code
 from keel.rewards.sandbox.processes import adopt_orphans
-from keel.rewards.sandbox.sandbox import Limits
 
 ADD_STDIN = {"stdin": "20 22\n", "stdout": "42\n"}
 ADD_CALL = {"call": "add", "args": [20, 22], "returns": 42}
-HURRIED = CodeSettings(completion_s=0.8, limits=Limits(time_s=0.1, memory_mib=256))
+HURRIED = CodeConfig(completion_s=0.8, time_s=0.1, memory_mib=256)
 HOSTILE: dict[str, str] = {
     name: f"def add(*numbers):\n{indent(body, '    ')}\nif __name__ == '__main__':\n    add()\n"
     for name, body in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()

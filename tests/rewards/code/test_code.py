@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from keel.configs.sections.rewards import CodeConfig
 from keel.rewards.code import verifier as module
-from keel.rewards.code.verifier import CodeSettings, _CodeVerdict, verify_code
-from keel.rewards.sandbox.sandbox import IsolationError, Limits, Sandbox, open_sandbox
+from keel.rewards.code.verifier import _CodeVerdict, verify_code
+from keel.rewards.sandbox.sandbox import IsolationError, Sandbox, open_sandbox
 from tests.rewards.code.hostile import ADD_CALL, ADD_STDIN, HOSTILE, HURRIED, SLEEPERS, answer
 from tests.waiting import PATIENCE_S, within_some
 
@@ -25,11 +26,11 @@ if __name__ == "__main__":
     {SUM}
 """
 pytestmark = pytest.mark.e2e
-PATIENT = CodeSettings(completion_s=PATIENCE_S, limits=Limits(time_s=100.0))
+PATIENT = CodeConfig(completion_s=PATIENCE_S, time_s=100.0)
 
 
 @pytest.fixture
-def settings(request: pytest.FixtureRequest) -> CodeSettings:
+def settings(request: pytest.FixtureRequest) -> CodeConfig:
     """The sandbox if it works here; `test_a_right_program_passes` also runs without one."""
     isolation = getattr(request, "param", "")
     if not isolation:
@@ -49,12 +50,12 @@ def passed(verdict: _CodeVerdict) -> list[bool]:
 
 
 @pytest.mark.parametrize("settings", ["", "none-i-trust-the-answers"], indirect=True)
-def test_a_right_program_passes(settings: CodeSettings) -> None:
+def test_a_right_program_passes(settings: CodeConfig) -> None:
     verdict = verify_code(spec(ADD_STDIN, ADD_CALL, ADD_STDIN), answer(BOTH), settings)
     assert (verdict.score, passed(verdict), any(verdict.failures)) == (1.0, [True] * 3, False)
 
 
-def test_credit_is_all_or_nothing_or_partial(settings: CodeSettings) -> None:
+def test_credit_is_all_or_nothing_or_partial(settings: CodeConfig) -> None:
     tests = (ADD_STDIN, {"stdin": "1 1\n", "stdout": "3"}, {"stdin": "1 2", "stdout": "3\n\n"})
     verdict = verify_code(spec(*tests), answer(SUM), settings)
     assert verdict.score == 0.0
@@ -64,7 +65,7 @@ def test_credit_is_all_or_nothing_or_partial(settings: CodeSettings) -> None:
     assert passed(verdict) == [True, False, True]
 
 
-def test_points_for_whole_subtasks(settings: CodeSettings) -> None:
+def test_points_for_whole_subtasks(settings: CodeConfig) -> None:
 
     def case(n: int, **more: Any) -> dict[str, Any]:
         return {"stdin": f"{n} 1\n", "stdout": f"{n + 1}\n", **more}
@@ -89,7 +90,7 @@ def test_points_for_whole_subtasks(settings: CodeSettings) -> None:
     assert list(verdict.failures) == [*("", "", "wrong output", "not run", "wrong output", "")]
 
 
-def test_process_exit_costs_only_its_own_call(settings: CodeSettings) -> None:
+def test_process_exit_costs_only_its_own_call(settings: CodeConfig) -> None:
     source = """
 import os, time
 class Solution:
@@ -114,7 +115,7 @@ class Solution:
     within_some(check, (0.4, 5.0, 30.0))
 
 
-def test_output_is_limited_per_call(settings: CodeSettings) -> None:
+def test_output_is_limited_per_call(settings: CodeConfig) -> None:
     calls = [{"call": "f", "args": [n], "returns": "a" * n} for n in [300_000] * 5]
     verdict = verify_code(spec(*calls), answer("def f(n): return 'a' * n"), settings)
     assert verdict.score == 1.0, str(verdict.failures)
@@ -124,7 +125,7 @@ def test_output_is_limited_per_call(settings: CodeSettings) -> None:
     assert "output" in str(verdict.failures)
 
 
-def test_sources(settings: CodeSettings) -> None:
+def test_sources(settings: CodeConfig) -> None:
     read = "sys.stdin" if settings.isolation != "bubblewrap" else "open('/dev/stdin')"
     source = f"import sys\nprint({read}.read().strip(), __name__)\nexit(0)"
     verdict = verify_code(spec({"stdin": "é\n", "stdout": "é __main__"}), answer(source), settings)
@@ -136,7 +137,7 @@ def test_sources(settings: CodeSettings) -> None:
         assert verdict.score == 0.0 and why in str(verdict.failures)
 
 
-def test_calls_have_leetcodes_imports(settings: CodeSettings) -> None:
+def test_calls_have_leetcodes_imports(settings: CodeConfig) -> None:
     source = """
 class Solution:
     def least(self, numbers: List[int], k: Optional[int]) -> Dict[str, Any]:
@@ -156,7 +157,7 @@ def test_completion_time_bounds_all_tests(box: Sandbox) -> None:
     task = spec(*[ADD_STDIN] * 9, partial=True)
 
     def check(completion_s: float) -> None:
-        settings = CodeSettings(completion_s=completion_s, limits=Limits(time_s=1000.0))
+        settings = CodeConfig(completion_s=completion_s, time_s=1000.0)
         verdict = verify_code(task, answer("import time; time.sleep(1000)"), settings)
         assert verdict.score == 0.0
         assert "limit of time" in verdict.failures[0]
