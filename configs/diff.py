@@ -22,9 +22,9 @@ _RESUMABLE = {
     "rewards.judge": "base_url serve server.replicas server.tensor_parallel "
     "server.gpu_memory_utilization server.kv_cache_gib server.threads server.startup_timeout_s "
     "api_key_env max_concurrent timeout_s retries max_calls max_failure_fraction cache_dir chats",
-    "rollout": "engines tensor_parallel colocated time_share recorder weight_transfer copy_weights "
-    "max_num_seqs max_num_batched_tokens enable_prefix_caching enforce_eager "
-    "gpu_memory_utilization kv_cache_gib threads timeout_s update_timeout_s",
+    "rollout": "engines tensor_parallel expert_parallel colocated time_share recorder "
+    "weight_transfer copy_weights max_num_seqs max_num_batched_tokens enable_prefix_caching "
+    "enforce_eager gpu_memory_utilization kv_cache_gib threads timeout_s update_timeout_s",
     "trainer": "lr min_lr indexer_lr schedule warmup_steps ranks min_ranks zero_stage "
     "hpz_partition_size expert_parallel sequence_parallel offload_optimizer micro_batch_tokens "
     "activation_checkpointing attention_kernels keep_attention share_prompts compile "

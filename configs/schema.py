@@ -115,6 +115,11 @@ class Config(Section):
             self.require(alone, "rollout.tensor_parallel", "must be 1 with rollout.colocated")
         rule = "must be 1 with model.residual_dtype: float32"
         self.require(alone or not self.model.wide_residual, "rollout.tensor_parallel", rule)
+        rule = "must be above 1 with rollout.expert_parallel"
+        self.require(not (alone and rollout.expert_parallel), "rollout.tensor_parallel", rule)
+        whole = self.engine_dtype == "float32" or self.model.residual_dtype == "float32"
+        rule = "must be empty if rollout.dtype, model.dtype or model.residual_dtype is float32"
+        self.require(not (rollout.quantization and whole), "rollout.quantization", rule)
         ahead = self.algorithm.max_lag or self.algorithm.publish_every > 1
         if rollout.weight_updates == "drain" and ahead:
             longest = rollout.timeout_s + 2 * CUT_S
@@ -155,6 +160,7 @@ class Config(Section):
         kernels = self.trainer.attention_kernels
         for knob, value, expected in (
             ("rollout.dtype", self.engine_dtype, self.model.dtype),
+            ("rollout.quantization", self.rollout.quantization, ""),
             ("rollout.head_dtype", self.rollout.head_dtype, "float32"),
             ("rollout.tensor_parallel", self.rollout.tensor_parallel, 1),
             ("trainer.sequence_parallel", self.trainer.sequence_parallel, 1),

@@ -27,7 +27,7 @@ _DEPENDS_ON = (
     *("eval.", "rollout.sampling.", "agents.", "run.seed", "model.path"),
     *("endpoint.tells_thinking", "endpoint.extra"),
     *("data.max_prompt_tokens", "data.long_prompts", "rollout.timeout_s"),
-    *("rollout.dtype", "rollout.head_dtype"),
+    *("rollout.dtype", "rollout.quantization", "rollout.head_dtype"),
 )
 _IGNORED = ("eval.dir", "eval.variants")
 _SCORED_BY = re.compile(

@@ -56,6 +56,7 @@ LOAD_FORMAT = "keel_fp8"
 """Name of vLLM's load format for these weights (keel/weights/loader.py)."""
 SCALE = "_scale_inv"
 """Suffix that turns a weight's name into the name of its scales."""
+_ROW_PARALLEL = ("o_proj", "out_proj", "down_proj")
 _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
 Named = dict[str, Tensor]
 Whole = Callable[[Named], AbstractContextManager[Named]]
@@ -103,6 +104,9 @@ class ModelFacts:
     """Sum of the widths of queries, keys, values and gates in a layer with linear attention."""
     state_size: int = 0
     """Number of elements in the recurrent state of a layer with linear attention, per sequence."""
+    row_inputs: int = 0
+    """Greatest common divisor of the input sizes of the layers whose inputs tensor parallelism
+    splits, excluding routed experts, or 0 if unknown."""
     fused_norms: bool = True
     """Whether RMS norms run as single kernels on GPUs (model/layers/fused.py)."""
     fused_experts: bool = True
@@ -365,10 +369,15 @@ def facts_of(config: PreTrainedConfig) -> ModelFacts:
     idle = sum(p.numel() // experts * (experts - per_token) for p in routed.values())
     layer_ids = {int(match[1]) for name in routed if (match := re.search(r"\.(\d+)\.", name))}
     widths: Counter[str] = Counter()
+    row_inputs = 0
     for name, module in model.get_decoder().named_modules():
         last = name.rpartition(".")[2]
-        if isinstance(module, nn.Linear) and not (experts and last in MLP):
+        if not isinstance(module, nn.Linear):
+            continue
+        if not (experts and last in MLP):
             widths[last] += module.in_features + module.out_features
+        if last in _ROW_PARALLEL:
+            row_inputs = math.gcd(row_inputs, module.in_features)
     balanced = experts and getattr(text, "output_router_logits", False)
     kv_heads, kv_width, head_size = _cache_shape(text)
     linear_layers, linear_width, state_size = _linear_shape(text)
@@ -398,6 +407,7 @@ def facts_of(config: PreTrainedConfig) -> ModelFacts:
         linear_layers=linear_layers,
         linear_width=linear_width,
         state_size=state_size,
+        row_inputs=row_inputs,
         fused_norms=fuses_norms(model),
         fused_experts=fuses_experts(model),
         projections=widths,

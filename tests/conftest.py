@@ -62,7 +62,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 TOGETHER = (
     re.compile(r"tests/trainer/engine/test_(engine|windows|expert_parallel)"),
     re.compile(
-        r"tests/(rollout/(engine/test_head_dtype|recording/test_(v1|interleavings))"
+        r"tests/(rollout/(engine/test_(head_dtype|engine_args)|recording/test_(v1|interleavings))"
         r"|weights/test_updates)"
     ),
 )

@@ -196,7 +196,9 @@ def launch(
         scorer = stack.enter_context(build_scorer(config, judge, say, log, work_nodes))
         shared = bool(seats and seats.placement.shared)
         together = shared and can_start_together(config, task.facts, task.hardware.gpu_gib)
-        cache = guaranteed_cache_bytes(config, task.facts, task.hardware.gpu_gib) if together else 0
+        cache = 0
+        if together or config.rollout.quantization:
+            cache = guaranteed_cache_bytes(config, task.facts, task.hardware.gpu_gib)
         pool = ray_pool(
             EngineSpec.of(config, model, cache_bytes=cache),
             gpu=task.gpu,

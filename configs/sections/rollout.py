@@ -53,12 +53,19 @@ class RolloutConfig(Section, path="rollout"):
     tensor_parallel: int = knob(1, ge=1)
     """Number of GPUs per engine, over which vLLM splits every layer. If it exceeds the GPUs of the
     largest node, an engine takes several nodes, with the same number of GPUs on each."""
+    expert_parallel: bool = False
+    """Give each of the `tensor_parallel` GPUs whole experts of a mixture of experts instead of a
+    slice of every expert."""
     colocated: bool = False
     """Place engine i on the GPU of trainer rank i (needs as many engines as ranks, one GPU each).
     `gpu_memory_utilization` is then the engine's share of the GPU. A single GPU is always shared.
     auto: whichever the time model predicts to be faster."""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Precision of the engine's weights and compute. Empty: `model.dtype`."""
+    quantization: Literal["", "fp8"] = ""
+    """fp8: hold the weights of linear layers and experts in FP8 (E4M3) with one float32 scale per
+    block of 128×128, as DeepSeek's checkpoints do. Weights are quantized as they are loaded and in
+    every update, and inputs of these layers per token. Needs a GPU (Ada, Hopper or newer)."""
     head_dtype: Literal["float32", "model"] = "float32"
     """Precision of the engine's logits. float32 matches the trainer: bfloat16 rounds a logit of 20
     by up to 0.06. model: the engine's dtype."""

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoConfig, PreTrainedConfig
 from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.model_executor.layers.quantization.utils.w8a8_utils import cutlass_block_fp8_supported
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -401,7 +402,7 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
         "use_tqdm_on_load": False,
         "seed": spec.seed,
     }
-    if fp8_block(spec.model_path, text.to_dict()):  # updates are not quantised, either
+    if fp8_block(spec.model_path, text.to_dict()):
         args["load_format"] = LOAD_FORMAT
         args["hf_overrides"]["quantization_config"] = None
     if current_platform.is_cpu():
@@ -422,7 +423,10 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
             "gpu_memory_utilization": spec.gpu_share(gpu_gib),
             "enable_sleep_mode": config.time_share,
             "tensor_parallel_size": config.tensor_parallel,
+            "enable_expert_parallel": config.expert_parallel,
         }
+        if config.quantization:
+            args |= _fp8_args()
         if "linear_attention" in (getattr(text, "layer_types", None) or ()):
             # On Hopper, vLLM's default kernel is compiled at run time and needs the CUDA toolkit.
             args["gdn_prefill_backend"] = "triton"
@@ -443,6 +447,25 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
         # Part of the key of vLLM's cache of compiled layers.
         args["additional_config"] = {"keel_residual_dtype": spec.residual_dtype}
     return EngineArgs(**{**args, **recorder.engine_args()})
+
+
+def _fp8_args() -> dict[str, Any]:
+    """Return the arguments for weights in block-wise FP8. Raises ValueError if the GPU does not
+    support it.
+
+    By default, vLLM may choose kernels that round the weights once more, to scales that are powers
+    of two, or that are compiled at run time.
+    """
+    if not current_platform.has_device_capability(89):
+        raise ValueError(
+            "rollout.quantization = 'fp8': needs a GPU with FP8 units (Ada, Hopper or newer), not "
+            f"{current_platform.get_device_name()}. Leave it out"
+        )
+    return {
+        "quantization": "fp8_per_block",
+        "linear_backend": "cutlass" if cutlass_block_fp8_supported() else "triton",
+        "moe_backend": "triton",
+    }
 
 
 def _captured_sizes(seqs: int, most: int) -> list[int]:

@@ -174,6 +174,7 @@ def test_batch_invariance_refuses_other_orders() -> None:
     invariant = config(model=ModelConfig(path="a/model", batch_invariant=True))
     for section, knob, options in (
         (RolloutConfig, "rollout.dtype", {"dtype": "float16"}),
+        (RolloutConfig, "rollout.quantization", {"quantization": "fp8"}),
         (RolloutConfig, "rollout.head_dtype", {"head_dtype": "model"}),
         (RolloutConfig, "rollout.tensor_parallel", {"tensor_parallel": 2}),
         (TrainerConfig, "trainer.sequence_parallel", {"ranks": 2, "sequence_parallel": 2}),
@@ -186,6 +187,24 @@ def test_batch_invariance_refuses_other_orders() -> None:
         changes = {knob.partition(".")[0]: section(**options)}
         with pytest.raises(ConfigError, match=rf"^{re.escape(knob)} = "):
             replace(invariant, **changes)
+
+
+def test_engines_are_quantised_and_split_only_where_possible() -> None:
+    def with_rollout(**rollout: Any) -> Config:
+        half = ModelConfig(path="a/model", dtype="bfloat16")
+        return config(model=half, rollout=RolloutConfig(**rollout))
+
+    quantised = with_rollout(quantization="fp8")
+    with_rollout(tensor_parallel=2, expert_parallel=True)
+    for knob, refused in {
+        "rollout.tensor_parallel": lambda: with_rollout(expert_parallel=True),
+        "rollout.quantization": lambda: with_rollout(quantization="fp8", dtype="float32"),
+    }.items():
+        with pytest.raises(ConfigError, match=rf"^{re.escape(knob)} = "):
+            refused()
+    for model in ({"dtype": "float32"}, {"residual_dtype": "float32"}):
+        with pytest.raises(ConfigError, match=r"^rollout\.quantization = "):
+            replace(quantised, model=ModelConfig(path="a/model", **model))
 
 
 def test_agent_limits_must_leave_room() -> None:

@@ -96,10 +96,13 @@ class TestOnTwoGpus:
     test_truncated = RecorderContract.test_truncated_sampling
     test_turns = RecorderContract.test_turns_across_weight_updates
 
-    @pytest.fixture(scope="class")
-    def rig(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    @pytest.fixture(scope="class", params=[False, True], ids=["slices", "whole-experts"])
+    def rig(
+        self, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+    ) -> Iterator[Rig]:
         folder = tmp_path_factory.mktemp("model")
         reference = Reference(make_model(folder))
-        spec = engine_spec(folder, gpu_memory_utilization=0.1, tensor_parallel=2)
+        options = {"tensor_parallel": 2, "expert_parallel": request.param}
+        spec = engine_spec(folder, gpu_memory_utilization=0.1, **options)
         with running_engine(spec, gpu=True, blocks=BLOCKS, variables=EXACT) as engine:
             yield Rig(engine, reference, TOLERANCE, engine)

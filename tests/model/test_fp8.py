@@ -13,7 +13,7 @@ from keel.model.trainable import trainable_facts
 from keel.trainer.engine.weights import write_model
 from keel.weights.checklist import TensorChecklist
 from tests.model.families import VOCAB, build
-from tests.model.quantised import HALVES, quantise, set_block
+from tests.model.quantised import HALVES, quantise, quantise_weight, set_block
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
@@ -45,6 +45,24 @@ def test_weights_are_dequantised(family: str, block: tuple[int, int], tmp_path: 
     assert {*manifest._required} == {name.removeprefix("model.") for name in expected}
     write_model(tmp_path / "export", loaded, checkpoint_tensors(loaded), dtype="bfloat16")
     assert not hasattr(load_model_config(str(tmp_path / "export")), "quantization_config")
+
+
+def test_small_updates_of_an_fp8_checkpoint_are_followed_late() -> None:
+    """The claim of docs/rollouts.md: the part of an update that an engine in FP8 follows."""
+    torch.manual_seed(0)
+    block = 128, 128
+    plain = torch.randn(256, 256).bfloat16().float()
+    rounded = quantise_weight(plain, block)[2].bfloat16().float()
+    change = 0.01 * torch.randn(256, 256)
+
+    def followed(weight: torch.Tensor) -> float:
+        before, after = (
+            quantise_weight(each.bfloat16().float(), block)[2] for each in (weight, weight + change)
+        )
+        return float(((after - before) * change).sum() / change.square().sum())
+
+    assert followed(plain) == pytest.approx(1, abs=0.05)
+    assert followed(rounded) == pytest.approx(0.36, abs=0.05)
 
 
 def test_faulty_checkpoints_are_refused(tmp_path: Path) -> None:

@@ -199,6 +199,11 @@ class _Host:
         return _on_engine(lambda engine: engine._llm.collective_rpc(update_kind))
 
     @staticmethod
+    def on_workers(function: Callable[[Any], Any]) -> list[Any]:
+        """Call a function with each of vLLM's workers. Returns the results by rank."""
+        return _on_engine(lambda engine: engine._llm.collective_rpc(function))
+
+    @staticmethod
     def fingerprint() -> dict[str, str]:
         return _on_engine(lambda engine: engine._llm.collective_rpc(_fingerprint)[0])
 

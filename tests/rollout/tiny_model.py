@@ -11,6 +11,12 @@ from keel.model import load
 DENSE_LAYER = 1
 END = "<|im_end|>"
 VOCABULARY = 258
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "initializer_range": 0.2,
+}
 HYBRID = {
     "shared_expert_intermediate_size": 32,
     "linear_num_key_heads": 2,
@@ -26,11 +32,12 @@ TEMPLATE = (
 
 
 def make_model(
-    folder: Path, *, seed: int = 0, head_dim: int = 32, family: str = "qwen3_moe"
+    folder: Path, *, seed: int = 0, head_dim: int = 32, family: str = "qwen3_moe", **sizes: float
 ) -> PreTrainedModel:
     """Create a model with four layers, one of them dense, and a byte tokenizer. Saves both to
-    `folder`. In a hybrid family, only the last layer has full attention. Wide initial weights and a
-    scaled output head make its distributions as peaked as in trained models."""
+    `folder`. `sizes` replaces entries of its config. In a hybrid family, only the last layer has
+    full attention. Wide initial weights and a scaled output head make its distributions as peaked
+    as in trained models."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate((END, "<|im_start|>", *alphabet))}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -49,9 +56,7 @@ def make_model(
         AutoConfig.for_model(
             family,
             vocab_size=len(vocab),
-            hidden_size=64,
-            intermediate_size=64,
-            moe_intermediate_size=32,
+            **{**SIZES, **sizes},
             num_hidden_layers=4,
             mlp_only_layers=[DENSE_LAYER],
             num_attention_heads=4,
@@ -61,7 +66,6 @@ def make_model(
             num_experts_per_tok=2,
             norm_topk_prob=True,
             max_position_embeddings=512,
-            initializer_range=0.2,
             tie_word_embeddings=False,
             pad_token_id=None,
             eos_token_id=0,

@@ -77,6 +77,22 @@ class Experts(nn.Module):
             )
 
 
+class WholeExperts(nn.Module):
+    """The experts of one rank under expert parallelism. As in vLLM, its loader returns at once for
+    experts of other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13 = parameter(E // RANKS, 2 * INNER, H, loader=self.load)
+        self.w2 = parameter(E // RANKS, H, INNER, loader=self.load)
+
+    def load(self, param: Tensor, loaded: Tensor, shard: str, expert: int) -> None:
+        rank, local = divmod(expert, E // RANKS)
+        if rank == RANK:
+            start = INNER if shard == "w3" else 0
+            param.data[local].narrow(0, start, len(loaded)).copy_(loaded)
+
+
 class Toy(nn.Module):
     """A model whose shards and experts have separate checkpoint names."""
 
@@ -179,6 +195,20 @@ def test_copies_equal_the_loader(monkeypatch: pytest.MonkeyPatch, size: int) -> 
         assert worker.update(checkpoint(seed), size=size) == "copies"
         assert_equal(worker.weights(), right)
     assert {name: p.data_ptr() for name, p in worker.model.named_parameters()} == addresses
+
+
+def test_whole_experts_are_copied_on_their_rank_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(("experts", WholeExperts()))
+    for seed in (1, 2, 3):
+        tensors = checkpoint(seed)
+        assert worker.update(tensors) == "copies"
+        held = worker.weights()
+        for local, expert in enumerate(range(RANK * E // RANKS, (RANK + 1) * E // RANKS)):
+            gate_up = [tensors[f"experts.{expert}.{shard}.w13"] for shard in ("w1", "w3")]
+            assert torch.equal(held["experts.w13"][local], torch.cat(gate_up))
+            assert torch.equal(held["experts.w2"][local], tensors[f"experts.{expert}.w2.w2"])
+        monkeypatch.setattr(Toy, "load_weights", None)  # vLLM's loader is not used any more
+        worker.scribble()
 
 
 def test_unfinished_update_leaves_no_plan() -> None:

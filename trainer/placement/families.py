@@ -25,6 +25,8 @@ _LINEAR_ATTENTION = (
 """Architectures with linear attention layers, which carry a state from token to token."""
 _SERVED_LATENTS = (512, 576)
 """Widths of latent caches that vLLM's sparse attention kernels support on GPUs."""
+_FP8_BLOCK = 128
+"""Size of the groups in which inputs of FP8 layers share a scale."""
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's attention kernel supports on CPUs."""
 _NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
@@ -72,6 +74,14 @@ def check_engine(config: Config, facts: ModelFacts, *, gpu: bool) -> None:
             f"rollout.tensor_parallel = {wide}: must divide the model's {facts.attention_heads} "
             "attention heads"
         )
+    if config.rollout.expert_parallel and (not facts.experts or facts.experts % wide):
+        has = f"{facts.experts} experts in a layer" if facts.experts else "no experts"
+        raise ConfigError(
+            f"rollout.expert_parallel = True: {facts.architecture} has {has}, and every GPU of an "
+            f"engine (rollout.tensor_parallel = {wide}) takes as many of them. Leave it out"
+        )
+    if config.rollout.quantization:
+        _check_quantization(config, facts, gpu=gpu)
     if not gpu and wide > 1:
         raise ConfigError(
             f"rollout.tensor_parallel = {wide}: on a CPU an engine is one process. Set it to 1"
@@ -81,6 +91,19 @@ def check_engine(config: Config, facts: ModelFacts, *, gpu: bool) -> None:
         raise ConfigError(
             f"{knob}: the head size is {facts.head_size} (head_dim), and on a CPU vLLM supports "
             f"only {', '.join(map(str, _CPU_HEADS))}. Change it, or use a machine with a GPU"
+        )
+
+
+def _check_quantization(config: Config, facts: ModelFacts, *, gpu: bool) -> None:
+    knob, parallel = "rollout.quantization = 'fp8'", config.rollout.tensor_parallel
+    if not gpu:
+        raise ConfigError(f"{knob}: needs a GPU. Leave it out")
+    if facts.hidden_size % _FP8_BLOCK or facts.row_inputs % (_FP8_BLOCK * parallel):
+        raise ConfigError(
+            f"{knob}: the inputs of {facts.architecture}'s layers have sizes of "
+            f"{facts.hidden_size} and multiples of {facts.row_inputs} / {parallel} "
+            f"(rollout.tensor_parallel), and must be multiples of {_FP8_BLOCK}. Leave it out, or "
+            "lower rollout.tensor_parallel"
         )
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FP8_BYTES = 1 + 4 / 128**2  # per weight, with a float32 scale per block
 _ENGINE_PROCESS_GIB, _TRAINER_PROCESS_GIB = 1.3, 1.2  # on a CPU, with vLLM or DeepSpeed loaded
 ENGINE_CUDA_GIB, TRAINER_CUDA_GIB = 1.5, 1.3
 """GPU memory for the CUDA context, kernels, NCCL and CUDA graphs. The value for engines is assumed,
@@ -106,10 +107,17 @@ def kv_token_bytes(config: Config, facts: ModelFacts) -> float:
     return layers * (facts.kv_width * BYTES[config.engine_dtype] / shares + index)
 
 
+def engine_layer_bytes(config: Config) -> float:
+    """Return the bytes per weight of an engine's linear layers and experts."""
+    return _FP8_BYTES if config.rollout.quantization else BYTES[config.engine_dtype]
+
+
 def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     """Estimate an engine's memory on one GPU, including a KV cache for all its completions."""
     rollout, width = config.rollout, BYTES[config.engine_dtype]
-    weights = facts.parameters * width / rollout.tensor_parallel
+    tables = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
+    weights = tables * width + (facts.parameters - tables) * engine_layer_bytes(config)
+    weights /= rollout.tensor_parallel
     if not gpu:
         cache, process = rollout.kv_cache_gib * GIB, _ENGINE_PROCESS_GIB * GIB
         return Memory(parts={"weights": weights, "process": process, "KV cache": cache})
@@ -128,6 +136,9 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     return Memory(
         parts={
             "weights": weights,
+            # An update keeps all experts of a layer until the last one has come.
+            "experts to quantize": bool(rollout.quantization)
+            * (width * facts.expert_parameters / max(1, facts.moe_layers)),
             "KV cache": kv_token_bytes(config, facts) * tokens + states,
             "activations": layer,
             "sampler": _SAMPLER_BYTES * rollout.max_num_seqs * facts.vocab_size,
@@ -157,12 +168,13 @@ def cached_sequences(config: Config, memory: Memory, gpu_gib: float) -> int:
 
 def guaranteed_cache_bytes(config: Config, facts: ModelFacts, gpu_gib: float) -> int:
     """Return how many bytes are guaranteed to be available for an engine's KV cache, or 0 if they
-    can't hold all completions, in which case vLLM has to measure its memory use."""
+    can't hold all completions, in which case vLLM has to measure its memory use. vLLM would give a
+    quantized engine's cache the memory that updates need."""
     memory = engine_memory(config, facts, gpu=True)
     cache = memory.parts["KV cache"]
     rest = ENGINE_SPARE * (memory.total - cache) + ENGINE_SPARE_GIB * GIB
     room = config.rollout.gpu_memory_utilization * gpu_gib * GIB - rest
-    return int(room) if room >= cache else 0
+    return max(0, int(room)) if room >= cache or config.rollout.quantization else 0
 
 
 # Trainer rank

@@ -14,6 +14,7 @@ from keel.trainer.placement.hardware import GpuSpec
 from keel.trainer.placement.memory import (
     BYTES,
     count_micro_batches,
+    engine_layer_bytes,
     engine_sequences,
     kv_token_bytes,
 )
@@ -227,11 +228,13 @@ def _decode_device_seconds(
     memory traffic and GEMMs."""
     width, parallel = BYTES[config.engine_dtype], config.rollout.tensor_parallel
     missed = (1 - facts.experts_per_token / facts.experts) ** sequences if facts.experts else 0.0
-    rows = 0 if facts.tied else facts.vocab_size * facts.hidden_size  # a lookup, not a GEMM
-    weights = facts.parameters - rows - missed * facts.expert_parameters
+    head = facts.vocab_size * facts.hidden_size
+    tables = head * (1 if facts.tied else 2)  # of which the input is a lookup, not a GEMM
+    layers = facts.parameters - tables - missed * facts.expert_parameters
     sampled = config.rollout.sampling.max_tokens / 2
     cache = sequences * (config.data.max_prompt_tokens + sampled) * kv_token_bytes(config, facts)
-    moved = weights * width / parallel / rates.memory_share + cache / rates.cache_share
+    weights = layers * engine_layer_bytes(config) + head * width
+    moved = weights / parallel / rates.memory_share + cache / rates.cache_share
     gemms = 2 * facts.active_parameters * sequences / parallel
     longest = max(moved / spec.memory_bytes, gemms / (spec.flops * rates.prefill_mfu))
     return facts.layers * rates.layer_step_s + facts.vocab_size * rates.sampler_s + longest

@@ -75,6 +75,9 @@ def with_model(dtype: Any = "bfloat16", engine: Any = "", **model: Any) -> Confi
     )
 
 
+PLAIN = with_model()
+
+
 def parallel(**trainer: int) -> Config:
     config = with_model()
     width = trainer.pop("tensor_parallel", 1)
@@ -82,15 +85,21 @@ def parallel(**trainer: int) -> Config:
     return replace(config, rollout=rollout, trainer=TrainerConfig(**{"ranks": 4, **trainer}))
 
 
+def with_rollout(**rollout: Any) -> Config:
+    return replace(PLAIN, rollout=RolloutConfig(**rollout))
+
+
 HEADS = {"attention_heads": 28, "head_size": 128}
 EXPERTS = {"architecture": "Qwen3MoeForCausalLM", "experts": 8, "attention_heads": 4}
 LINEAR_NAME = "Qwen3NextForCausalLM"
 INDEXED = {"attention_heads": 6, "index_top_k": 4}
+WHOLE = with_rollout(tensor_parallel=2, expert_parallel=True)
+FP8 = with_rollout(tensor_parallel=2, quantization="fp8")
+BLOCKS = {"hidden_size": 896, "row_inputs": 256}
 SPARSE = {"architecture": "DeepseekV32ForCausalLM", "kv_width": 576}
 
 
 _on_gpu, _on_cpu = partial(check_engine, gpu=True), partial(check_engine, gpu=False)
-PLAIN = with_model()
 
 
 def _in_trainer(config: Config, facts: ModelFacts) -> None:
@@ -100,6 +109,10 @@ def _in_trainer(config: Config, facts: ModelFacts) -> None:
 CASES: list[tuple[Callable[..., None], Config, dict[str, Any], dict[str, Any]]] = [
     (_on_gpu, parallel(tensor_parallel=2), HEADS, {"attention_heads": 27}),
     (_on_cpu, PLAIN, HEADS, {"head_size": 16}),
+    (_on_gpu, WHOLE, EXPERTS, {"experts": 9}),
+    (_on_gpu, WHOLE, EXPERTS, {"experts": 0}),
+    (_on_gpu, FP8, BLOCKS, {"hidden_size": 896 + 64}),
+    (_on_gpu, FP8, BLOCKS, {"row_inputs": 128}),
     (_on_cpu, PLAIN, HEADS, SPARSE),
     (_on_gpu, PLAIN, SPARSE, {"kv_width": 80}),
     (_in_trainer, parallel(expert_parallel=2), EXPERTS, {"experts": 9}),
@@ -109,6 +122,12 @@ CASES: list[tuple[Callable[..., None], Config, dict[str, Any], dict[str, Any]]] 
     (_in_trainer, parallel(sequence_parallel=2), EXPERTS, {"architecture": LINEAR_NAME}),
     (_in_trainer, parallel(sequence_parallel=4), INDEXED, {"index_top_k": 0}),
 ]
+
+
+def test_quantised_engines_need_a_gpu() -> None:
+    config = with_rollout(quantization="fp8")
+    with pytest.raises(ConfigError, match=r"rollout\.quantization = 'fp8': needs a GPU"):
+        check_engine(config, replace(DENSE, **BLOCKS), gpu=False)
 
 
 @pytest.mark.parametrize(("check", "config", "facts", "bad"), CASES)

@@ -23,6 +23,7 @@ from keel.configs.schema import (
 from keel.configs.sections.sft import ConversationsConfig, SftConfig
 from keel.model.load import ModelFacts, facts_of
 from keel.rl.prefix_sharing import prefix_group_size
+from keel.trainer.placement.families import check_engine
 from keel.trainer.placement.hardware import GpuSpec, Hardware, idle_nodes
 from keel.trainer.placement.memory import (
     _FRAGMENTED,
@@ -34,6 +35,7 @@ from keel.trainer.placement.memory import (
     OffloadPlan,
     _held_bytes,
     count_micro_batches,
+    guaranteed_cache_bytes,
     needed_bytes,
     offload_plan,
     peak_bytes,
@@ -134,6 +136,31 @@ def test_kv_cache_holds_completions_and_shared_prompts() -> None:
     assert two["weights"] == parts["weights"] / 4
 
 
+def test_quantised_engine_holds_a_byte_per_weight() -> None:
+    options = {"tensor_parallel": 2, "quantization": "fp8"}
+    config = recipe(rollout=options)
+    engine = plan(config, MOE).engine.parts
+    tables = 2 * 100_000 * 1000
+    layers = MOE.parameters - tables
+    assert engine["weights"] == (2 * tables + layers * (1 + 4 / 128**2)) / 2
+    assert engine["experts to quantize"] == 2 * 8 * 3 * 1000 * 500  # a layer's, in bfloat16
+    whole = plan(recipe(rollout={**options, "expert_parallel": True}), MOE).engine
+    assert whole.parts == engine
+    plain = recipe(rollout={"tensor_parallel": 2})
+    assert "experts to quantize" not in str(plan(plain, MOE).engine)
+    facts = replace(MOE, parameters=100_000_000_000, expert_parameters=90_000_000_000)
+    full, half = (
+        step_time(each, facts, micro_batches=1, spec=GpuSpec()).decode for each in (plain, config)
+    )
+    assert 0.5 < half / full < 0.6
+    # It never measures its cache, because an update needs memory that vLLM would use.
+    cache = engine["KV cache"]
+    rest = 1.1 * (sum(engine.values()) - cache) + GIB
+    size = (rest + cache / 2) / (0.85 * GIB)
+    assert guaranteed_cache_bytes(config, MOE, size) == pytest.approx(cache / 2, abs=1)
+    assert guaranteed_cache_bytes(plain, MOE, size) == 0
+
+
 def test_parallelism_shards_experts_or_tokens() -> None:
     parts = plan(recipe(ranks=4, expert_parallel=4), MOE).trainer.parts
     assert parts["weights"] == 2 * (MOE.parameters - 3 / 4 * MOE.expert_parameters)
@@ -185,6 +212,12 @@ def test_deepseek_v32_is_planned_as_by_hand(nodes: int, fits: bool) -> None:
     config = recipe(rollout={**rollout, "tensor_parallel": 16}, ranks=8 * nodes - 16, **sizes)
     planned = plan_on(config, facts, cluster(nodes))
     assert planned.engine.parts["weights"] == 2 * count / 16
+
+    config = recipe(rollout={**rollout, "quantization": "fp8"}, ranks=8 * nodes - 8, **sizes)
+    check_engine(config, facts, gpu=True)
+    planned = plan_on(config, facts, cluster(nodes))
+    assert planned.cached is not None and planned.cached > 4
+    assert planned.engine.parts["experts to quantize"] == 2 * experts / 58
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:

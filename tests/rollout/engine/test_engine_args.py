@@ -1,0 +1,68 @@
+"""vLLM's arguments for engines on GPUs."""
+
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from keel.model.load import LOAD_FORMAT
+from keel.rollout.spec import EngineSpec
+from tests.forked import forked_from
+from tests.model.quantised import set_block
+from tests.rollout.remote_engine import DEADLINE_S, engine_spec
+from tests.rollout.tiny_model import make_model
+
+pytestmark = pytest.mark.e2e
+
+NAMES = (
+    *("quantization", "linear_backend", "moe_backend", "enable_expert_parallel"),
+    *("load_format", "hf_overrides"),
+)
+
+
+def _engine_args(spec: EngineSpec, capability: int, cutlass: bool) -> dict[str, Any]:
+    from keel.rollout.engine import vllm_engine  # noqa: PLC0415  (keeps vLLM out of pytest)
+    from keel.rollout.recording.native import NativeRecorder  # noqa: PLC0415
+
+    engine: Any = vllm_engine
+    engine.current_platform = SimpleNamespace(
+        is_cpu=lambda: False,
+        get_device_total_memory=lambda: 2**37,
+        get_device_name=lambda: "NVIDIA A100",
+        has_device_capability=lambda least: capability >= least,
+    )
+    engine.cutlass_block_fp8_supported = lambda: cutlass
+    text = AutoConfig.from_pretrained(spec.model_path)
+    args = vllm_engine.engine_args(spec, NativeRecorder(routes=True, sampling_mask=True), text)
+    return {name: getattr(args, name) for name in NAMES}
+
+
+def test_quantization_and_whole_experts(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    context = forked_from("tests.rollout.preloaded")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
+
+        def make(capability: int = 90, *, cutlass: bool = True, **rollout: Any) -> Any:
+            spec = engine_spec(tmp_path, **rollout)
+            made = process.submit(partial(_engine_args, spec, capability, cutlass))
+            return SimpleNamespace(**made.result(timeout=DEADLINE_S))
+
+        plain, low = make(), make(quantization="fp8")
+        assert plain.quantization is None and plain.linear_backend == plain.moe_backend == "auto"
+        assert low.quantization == "fp8_per_block"
+        assert (low.linear_backend, low.moe_backend) == ("cutlass", "triton")
+        ada = make(89, cutlass=False, quantization="fp8")
+        assert (ada.linear_backend, ada.moe_backend) == ("triton", "triton")
+        with pytest.raises(ValueError, match=r"rollout\.quantization = 'fp8': .*not NVIDIA A100"):
+            make(80, quantization="fp8")
+        assert not make(tensor_parallel=2).enable_expert_parallel
+        assert make(tensor_parallel=2, expert_parallel=True).enable_expert_parallel
+
+        set_block(tmp_path, [128, 128])  # an FP8 checkpoint is dequantized first
+        low = make(quantization="fp8")
+        assert low.load_format == LOAD_FORMAT and low.quantization == "fp8_per_block"
+        assert low.hf_overrides["quantization_config"] is None
