@@ -89,10 +89,8 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
     """Run steps `start + 1` to `config.run.steps` and return the last completed step.
 
     The run ends early, with a checkpoint, when `parts.should_stop()` or `parts.should_abort()`
-    returns True. If sampling, scoring, publishing or evaluating fails, or a batch has no
-    completions, the error is raised, after saving a checkpoint if `parts.handle_failure` returns
-    True. Errors in `learner.step` are raised without a checkpoint, as is the RuntimeError for a
-    step result with `gave_up` set.
+    returns True. `RunGuard` says which errors end it after a checkpoint. It raises RuntimeError
+    without one if a step result has `gave_up` set.
     """
     run, algorithm, learner = config.run, config.algorithm, parts.learner
     stream = BatchStream(
