@@ -5,6 +5,8 @@ episodes. The driver's node takes part without an actor, and does all the work i
 nodes. If a node is lost, its work is repeated elsewhere.
 """
 
+from __future__ import annotations
+
 import asyncio
 import math
 import os
@@ -19,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 from ray.exceptions import ObjectLostError
@@ -44,10 +46,11 @@ from keel.rl.turns import Message, ToolCall
 from keel.rl.types import Prompt, Verdict
 from keel.rollout.ray_engines import as_future
 from keel.rollout.spec import EngineError
-from keel.trainer.build_agents import MAX_STARTING, Factory, environment_factory
-from keel.trainer.placement.nodes import cluster_nodes
 from keel.trainer.placement.ray_internals import own_processes
 from keel.trainer.run.restarts import WorkerLost
+
+if TYPE_CHECKING:
+    from keel.trainer.build_agents import Factory
 
 _ACTOR = "reward node"
 _LOOK_S = 2.0
@@ -106,12 +109,18 @@ class _NodeWorker:
             open_sandbox(config.rewards.code.isolation)
         sources = [source for source in data.sources if source.environment.enabled]
         if sources:
-            raise_file_limit(len(PURPOSES) * config.agents.max_concurrent_episodes)
-        starting = asyncio.Semaphore(MAX_STARTING)
-        for source in sources:
-            self._factories[source.name] = environment_factory(
-                config, source, starting, self._closing
+            # Loads torch and transformers, which reward workers do without.
+            from keel.trainer.build_agents import (  # noqa: PLC0415
+                MAX_STARTING,
+                environment_factory,
             )
+
+            raise_file_limit(len(PURPOSES) * config.agents.max_concurrent_episodes)
+            starting = asyncio.Semaphore(MAX_STARTING)
+            for source in sources:
+                self._factories[source.name] = environment_factory(
+                    config, source, starting, self._closing
+                )
         if config.rewards.workers:
             self._pool = WorkerPool(workers, **_pool_settings(config, log))
 
@@ -322,6 +331,8 @@ class WorkNodes(WorkerPool):
 
     def _poll_nodes(self, elapsed_s: float) -> None:
         """Start actors on new nodes, and check that the other nodes respond."""
+        from keel.trainer.placement.nodes import cluster_nodes  # noqa: PLC0415  (loads torch)
+
         alive = {node.id: node for node in cluster_nodes(gpus=False) if node.id != self._here.id}
         for node in list(self._nodes.values()):
             if node.id not in alive:

@@ -5,6 +5,7 @@ import os
 import pickle
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from keel.trainer.placement.ray_internals import skip_unused_processes
 from keel.trainer.work_nodes import WorkNodes, _NodeWorker
 from tests.agents.scripted import CHAT, Policy
 from tests.rewards.groups import PROMPT, score, with_message
+from tests.trainer.naps import nap
 from tests.waiting import PATIENCE_S, patiently, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -170,17 +172,14 @@ SIZES = tuple(map(int, os.environ.get("KEEL_TEST_NODES", "").split()))
 """Numbers of nodes to measure, as in docs/clusters.md."""
 
 
-def nap(prompt: Any, trajectory: Any) -> float:
-    time.sleep(1.0)
-    return 1.0
-
-
 @pytest.mark.skipif(not SIZES, reason="measures a speed: set KEEL_TEST_NODES='1 2'")
 def test_nodes_add_up(cluster: Cluster, folder: Path) -> None:
     """Two workers per node take 1 s per completion, so a node scores two completions a second."""
-    rates, said = dict[int, float](), list[str]()
+    rates, said, recipe = dict[int, float](), list[str](), config(folder)
+    # Without environments, a node's actor loads neither torch nor transformers.
+    recipe = replace(recipe, data=replace(recipe.data, sources=recipe.data.sources[:1]))
     with pickle_functions([nap]):
-        nodes = WorkNodes(config(folder), say=said.append, log=None, runs_code=False)
+        nodes = WorkNodes(recipe, say=said.append, log=None, runs_code=False)
         with Scorer({"maths": {f"python.{nap.__name__}": 1.0}}, pool=nodes) as scorer:
             nodes.start()
             added: list[Any] = []
