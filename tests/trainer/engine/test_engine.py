@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from keel.rl.metrics import values
 from tests.trainer.engine.batches import write_model
-from tests.trainer.engine.ranks import SAVED_AFTER, STAGES, STEPS
+from tests.trainer.engine.ranks import SAVED_AFTER, STEPS
 from tests.trainer.engine.scenarios import SCENARIOS, run_all, same, same_training
 
 pytestmark = pytest.mark.e2e
@@ -114,7 +114,7 @@ def test_published_weights_equal_the_checkpoint(
     assert modes[0] == modes[1]
 
 
-@pytest.mark.parametrize("name", [*map(str, STAGES), "3 asleep"])
+@pytest.mark.parametrize("name", ["0", "1", "3 asleep"])
 def test_resume_is_exact(results: dict[str, Any], name: str) -> None:
     result = results[f"resumed {name}"]
     assert result["loaded"] == (SAVED_AFTER, SAVED_AFTER)
@@ -163,7 +163,7 @@ def test_gradient_sums_equal_those_of_deepspeed(results: dict[str, Any]) -> None
     same(engine_result["after"], reference["after"], atol=0)
 
 
-@pytest.mark.parametrize("name", ["0", "3", "3 asleep"])
+@pytest.mark.parametrize("name", ["0", "3 asleep"])
 def test_reference_starts_at_the_policy(results: dict[str, Any], name: str) -> None:
     first, *_, last = (values(metrics) for metrics in results[f"reference {name}"]["metrics"])
     assert first["routing/overlap"] == 1
@@ -185,9 +185,8 @@ def test_non_finite_steps_leave_no_trace(results: dict[str, Any], how: str) -> N
     assert "run.max_skipped_steps" in result["gave up"][1]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_step_without_signal_moves_no_weight(results: dict[str, Any], stage: int) -> None:
-    result = results[f"without signal {stage}"]
+def test_step_without_signal_moves_no_weight(results: dict[str, Any]) -> None:
+    result = results["without signal"]
     silent, last = map(values, result["metrics"])
     same(result["after"], result["before"], atol=0)
     assert silent["train/skipped_no_signal"] == 1 and silent["train/skipped_steps"] == 0
