@@ -103,13 +103,11 @@ LESSON_SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "warm-up": learning(0, **WARM_UP),
         "lessons": learning(0),
         "lessons unpacked": learning(0, tokens=1),
-        "lessons recomputed": learning(0, activation_checkpointing=True),
     },
     2: {
         "warm-up stage 3": learning(3, tokens=TIGHT, **WARM_UP),
-        **{f"lessons stage {stage}": learning(stage, tokens=TIGHT) for stage in (1, 2)},
+        "lessons stage 1": learning(1, tokens=TIGHT),
         "lessons stage 3 sequence": learning(3, sequence_parallel=2, tokens=TIGHT),
-        "warm-up stage 1 sequence": learning(1, sequence_parallel=2, tokens=TIGHT, **WARM_UP),
     },
 }
 
@@ -183,7 +181,7 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "prompted, alone": prompted(0, kl_coef=0.1),
     },
     2: {
-        **{f"whole, stage {stage}": training(stage, tokens=FEW) for stage in (0, 2)},
+        "whole, stage 0": training(0, tokens=FEW),
         "updates, stage 3": training(3, tokens=FEW, updates=2),
         "reference, stage 1": training(1, tokens=FEW, kl_coef=0.1),
         "dense, stage 3, sequence": training(3, tokens=FEW, model="dense", sequence_parallel=2),
@@ -194,7 +192,6 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "whole, stage 2, asleep, recomputed": training(
             2, tokens=FEW, sleep=True, activation_checkpointing=True
         ),
-        "whole, stage 3, recomputed": training(3, tokens=FEW, activation_checkpointing=True),
         "whole, stage 3, experts": training(3, tokens=FEW, expert_parallel=2),
     },
     4: {"whole, stage 3, 4 ranks, sequence": training(3, tokens=FEW, sequence_parallel=2)},
@@ -204,7 +201,7 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
 FAMILY = "qwen3_moe"
 EXPERTS = f"{FAMILY}, compiled, stage 1"
 SPARSE = "sparse, compiled, stage 1 sequence recomputed"
-TWO_RANKS = "stage 2 sequence recomputed offloaded compiled asleep"
+TWO_RANKS = "stage 2 offloaded compiled asleep"
 COMPILED: Mapping[int, Mapping[str, Scenario]] = {
     1: {
         "compiled": scenarios.training(0, tokens=TIGHT, compile=True, agents=True),
@@ -215,13 +212,7 @@ COMPILED: Mapping[int, Mapping[str, Scenario]] = {
     },
     2: {
         TWO_RANKS: scenarios.training(
-            2,
-            sequence_parallel=2,
-            tokens=TIGHT,
-            activation_checkpointing=True,
-            offload_optimizer=True,
-            compile=True,
-            sleep=True,
+            2, tokens=TIGHT, offload_optimizer=True, compile=True, sleep=True
         ),
         EXPERTS: experts.training(1, compile=True),
         SPARSE: scenarios.training(
