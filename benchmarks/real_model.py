@@ -74,7 +74,6 @@ ARMS: Mapping[str, Arm] = {
     "trl-lora": Arm(trl=True, lora=True),
     "keel-float16": Arm(knobs={"model.dtype": "float16"}),
     "keel-residual": Arm(knobs={"model.dtype": "float16", "model.residual_dtype": "float32"}),
-    "keel-invariant": Arm(knobs={"model.batch_invariant": True, "trainer.share_prompts": False}),
     "keel-lag1": Arm(knobs={"algorithm.max_lag": 1}),
     "keel-updates4": Arm(knobs={"algorithm.updates_per_batch": 4}),
     "keel-agent": Arm(knobs=calculator_knobs("peers")),

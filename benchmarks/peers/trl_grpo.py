@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from datasets import Dataset  # pyright: ignore[reportMissingImports]
 from datasets.table import InMemoryTable  # pyright: ignore[reportMissingImports]
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 from benchmarks.peers import reward
@@ -203,6 +203,7 @@ def run(workload: Workload, settings: Settings, file: ArmFile, *, steps: int) ->
         processing_class=AutoTokenizer.from_pretrained(workload.model, padding_side="left"),
         peft_config=adapters(workload.lora_rank) if workload.lora_rank else None,
     )
+    set_seed(workload.seed)  # the engine in this process was seeded with 0
     trainer.add_callback(Recorder(file, Sampling(trainer)))
     trainer.train()
     file.save()
