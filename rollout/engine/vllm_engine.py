@@ -463,6 +463,7 @@ def _fp8_args() -> dict[str, Any]:
         )
     return {
         "quantization": "fp8_per_block",
+        "quantization_config": {"ignore": ["*.gate"]},  # routers, as in published checkpoints
         "linear_backend": "cutlass" if cutlass_block_fp8_supported() else "triton",
         "moe_backend": "triton",
     }

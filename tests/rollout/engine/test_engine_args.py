@@ -22,6 +22,9 @@ NAMES = (
     *("quantization", "linear_backend", "moe_backend", "enable_expert_parallel"),
     *("load_format", "hf_overrides"),
 )
+LAYERS = tuple(
+    f"model.layers.1.{name}" for name in ("self_attn.qkv_proj", "mlp.gate", "mlp.gate_up_proj")
+)
 
 
 def _engine_args(spec: EngineSpec, capability: int, cutlass: bool) -> dict[str, Any]:
@@ -38,7 +41,23 @@ def _engine_args(spec: EngineSpec, capability: int, cutlass: bool) -> dict[str, 
     engine.cutlass_block_fp8_supported = lambda: cutlass
     text = AutoConfig.from_pretrained(spec.model_path)
     args = vllm_engine.engine_args(spec, NativeRecorder(routes=True, sampling_mask=True), text)
-    return {name: getattr(args, name) for name in NAMES}
+    values = {name: getattr(args, name) for name in NAMES}
+    return {**values, "quantized": _quantized(args)}
+
+
+def _quantized(args: Any) -> list[str]:
+    """Return which of `LAYERS` vLLM quantizes."""
+    from vllm.config.quantization import resolve_quantization_config  # noqa: PLC0415
+    from vllm.model_executor.layers.linear import LinearBase  # noqa: PLC0415
+    from vllm.model_executor.layers.quantization.online.base import (  # noqa: PLC0415
+        OnlineQuantizationConfig,
+    )
+
+    resolved = resolve_quantization_config(args.quantization, args.quantization_config)
+    if resolved is None:
+        return []
+    config = OnlineQuantizationConfig(resolved)
+    return [name for name in LAYERS if config.resolve_quant_method_cls(LinearBase, name)]
 
 
 def test_quantization_and_whole_experts(tmp_path: Path) -> None:
@@ -54,6 +73,8 @@ def test_quantization_and_whole_experts(tmp_path: Path) -> None:
         plain, low = make(), make(quantization="fp8")
         assert plain.quantization is None and plain.linear_backend == plain.moe_backend == "auto"
         assert low.quantization == "fp8_per_block"
+        assert not plain.quantized
+        assert low.quantized == [LAYERS[0], LAYERS[2]], "routers stay as they are"
         assert (low.linear_backend, low.moe_backend) == ("cutlass", "triton")
         ada = make(89, cutlass=False, quantization="fp8")
         assert (ada.linear_backend, ada.moe_backend) == ("triton", "triton")
