@@ -35,6 +35,12 @@ def load(text: str | bytes, *, max_depth: int = _MAX_DEPTH) -> Any:
     raise ValueError(f"nested too deeply: more than {max_depth} levels")
 
 
+def replace_surrogates(value: Any) -> Any:
+    """Replace unpaired surrogates, which JSON allows but UTF-8 and tokenizers reject."""
+    text = json.dumps(value, ensure_ascii=False)
+    return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+
+
 def _children(value: Any) -> Collection[Any]:
     if isinstance(value, dict):
         return cast(dict[str, Any], value).values()

@@ -135,11 +135,11 @@ def openai_message(message: Message) -> dict[str, Any]:
 def parse_call(call_id: str, name: str, arguments: str) -> ToolCall | Malformed:
     """Parse a tool call in OpenAI's format, where the arguments are JSON text."""
     try:
-        value = strict_json.load(arguments)
+        value = strict_json.replace_surrogates(strict_json.load(arguments))
         if not isinstance(value, dict):
             raise ValueError("the arguments are not a JSON object")
     except ValueError as error:
-        text = f"{name}({arguments})"[:_MAX_MALFORMED]
+        text = strict_json.replace_surrogates(f"{name}({arguments})"[:_MAX_MALFORMED])
         return Malformed(call_id=call_id, text=text, why=str(error))
     return ToolCall(call_id=call_id, name=name, arguments=cast(dict[str, Any], value))
 

@@ -19,6 +19,7 @@ from keel.agents.schemas import ArgumentValidator
 from keel.agents.types import ToolResult
 from keel.configs.synthesis import AuthorConfig, CostConfig
 from keel.rewards.judge.client import bounded_http
+from keel.rl.strict_json import replace_surrogates
 from keel.rl.turns import (
     Malformed,
     Message,
@@ -142,7 +143,7 @@ class EndpointAuthor:
     ) -> Parsed:
         config = self._config
         offered = [tool.as_json() for tool in tools]
-        request = _encodable([openai_message(message) for message in messages])
+        request = replace_surrogates([openai_message(message) for message in messages])
         # A token has at least one byte.
         most = self._usage(
             purpose,
@@ -225,7 +226,7 @@ class EndpointAuthor:
 def _parse_completion(text: str) -> tuple[Parsed, tuple[int, int]]:
     """Parse a chat completion into the response and the token counts of prompt and completion,
     which are 0 if the endpoint doesn't report any."""
-    body = _encodable(json.loads(text))
+    body = replace_surrogates(json.loads(text))
     choice = body["choices"][0]
     message = choice["message"]
     functions = [(call, call.get("function") or {}) for call in message.get("tool_calls") or ()]
@@ -244,10 +245,6 @@ def _parse_completion(text: str) -> tuple[Parsed, tuple[int, int]]:
     )
     usage: Mapping[str, int | None] = body.get("usage") or {}
     return reply, (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
-
-
-def _encodable(value: Any) -> Any:
-    return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
 _Call = Callable[[ToolCall], Awaitable[ToolResult]]

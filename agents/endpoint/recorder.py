@@ -25,10 +25,10 @@ from keel.agents.endpoint.requests import (
     Reply,
     budget_error,
     invalid_field,
-    replace_surrogates,
 )
 from keel.agents.episode import CHARACTERS_PER_TOKEN, Budget, add_turn
 from keel.agents.schemas import ArgumentValidator
+from keel.rl import strict_json
 from keel.rl.turns import (
     USER_ROLES,
     Chat,
@@ -202,7 +202,7 @@ class TrajectoryRecorder:
         )
         full = result.finish_reason == "length" and len(record.ids) >= self._budget.window
         ended: FinishReason = "window" if full else result.finish_reason
-        message = replace_surrogates(message_of(parsed))
+        message = strict_json.replace_surrogates(message_of(parsed))
         if ended != "stop" or not request.may_call or not parsed.closed:
             message.pop("tool_calls", None)  # clients run calls whatever the finish reason
         turn = _Turn(record, len(record.ids), tools_key, message, in_thinking=parsed.in_thinking)

@@ -258,7 +258,7 @@ def _convert_messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:
 
 def load_json(text: bytes | str) -> Any:
     """Parse untrusted JSON. Raises ValueError if it is invalid or too deeply nested."""
-    return replace_surrogates(strict_json.load(text, max_depth=_MAX_DEPTH))
+    return strict_json.replace_surrogates(strict_json.load(text, max_depth=_MAX_DEPTH))
 
 
 def load_object(body: bytes) -> dict[str, Any]:
@@ -269,12 +269,6 @@ def load_object(body: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
     return cast(dict[str, Any], value)
-
-
-def replace_surrogates(value: Any) -> Any:
-    """Replace unpaired surrogates, which JSON allows but tokenizers reject."""
-    text = json.dumps(value, ensure_ascii=False)
-    return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
 MODEL = "policy"

@@ -372,7 +372,8 @@ def reply(answer: Parsed | str) -> Reply:
 
 
 def test_recipe_to_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    agents = Agents()
+    lone = {**SUBMITTED, "question": f"{SUBMITTED['question']}\ud83d"}
+    agents = Agents(submits=[lone])
 
     def behave(request: dict[str, Any]) -> Reply:
         names = [tool["function"]["name"] for tool in request.get("tools", [])]
