@@ -33,7 +33,6 @@ from keel.agents.env_runtime.tool_objects import (
     error_location,
     error_text,
     public_functions,
-    verdict_fields,
 )
 
 _Request = dict[str, Any]
@@ -160,7 +159,11 @@ def call_function() -> None:
     result = await_result(function(**arguments))
     if result is None:
         return
-    verdict = {"answer": result} if isinstance(result, str) else verdict_fields(result)
+    verdict: dict[str, Any] = {"answer": result}
+    if not isinstance(result, str):
+        parts, facts = cast("Any", result if isinstance(result, tuple) else (result, {}))
+        scores = parts if isinstance(parts, dict) else {"correct": float(parts)}
+        verdict = {"parts": scores, "facts": facts}
     with open(os.environ["KEEL_VERDICT"], "w", encoding="utf-8") as file:
         json.dump(verdict, file, default=str)
 
