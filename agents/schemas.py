@@ -18,9 +18,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class ArgumentValidator:
-    """Validates tool call arguments. Schemas are compiled once for all episodes with the same
-    tools. If one cannot be applied, for example because it refers to another document, checking is
-    left to the environment."""
+    """Validates tool call arguments. Schemas must not refer to other documents. They are compiled
+    once for all episodes with the same tools."""
 
     def __init__(self, tools: Sequence[ToolSpec]) -> None:
         schemas = [[tool.name, dict(tool.parameters)] for tool in tools]
@@ -59,6 +58,8 @@ def _compile_schemas(text: str) -> dict[str, Any]:
             validators[name] = _validator(parameters)
         except ValueError as error:
             raise ValueError(f"tool {name}: its schema {error}") from error
+        except RecursionError as error:
+            raise ValueError(f"tool {name}: its schema is nested too deeply; flatten it") from error
         except Exception as error:  # jsonschema raises many types, as for `"$schema": []`
             reason = repr(error)[:_MAX_CHARACTERS]
             raise ValueError(f"tool {name}: its schema is invalid: {reason}") from error
@@ -69,7 +70,9 @@ def _validator(parameters: Any) -> Any:
     # Importing takes a fifth of a second, which runs without tools save.
     from jsonschema import Draft202012Validator, SchemaError, validators  # noqa: PLC0415
     from jsonschema.validators import validator_for  # noqa: PLC0415
-    from referencing import Registry  # noqa: PLC0415
+    from referencing import Registry, Resource  # noqa: PLC0415
+    from referencing.exceptions import Unresolvable  # noqa: PLC0415
+    from referencing.jsonschema import DRAFT202012  # noqa: PLC0415
 
     if not isinstance(parameters, Mapping) or cast(Any, parameters).get("type") != "object":
         raise ValueError("must have type: object, with the arguments as its properties")
@@ -80,8 +83,25 @@ def _validator(parameters: Any) -> Any:
     except SchemaError as error:
         message = error.message[:_MAX_CHARACTERS]
         raise ValueError(f"is not a JSON schema: {message} (at {error.json_path})") from error
-    # This registry is empty and never downloads a schema.
-    return cast(Any, validators).extend(kind, _KEYWORDS)(schema, registry=Registry[Any]())
+    # This registry holds only the schema itself and never downloads another.
+    resource = Resource[Any].from_contents(schema, default_specification=DRAFT202012)
+    registry = Registry[Any]().with_resource("", resource).crawl()
+    for reference in _references(schema):
+        try:
+            registry.resolver().lookup(reference)
+        except Unresolvable as error:
+            raise ValueError(f"refers to {reference!r}, which is not in it") from error
+    return cast(Any, validators).extend(kind, _KEYWORDS)(schema, registry=registry)
+
+
+def _references(value: Any) -> Iterator[str]:
+    items: Any = cast(Any, value) if isinstance(value, list) else ()
+    if isinstance(value, Mapping):
+        items = cast(Any, value).values()
+        if isinstance(reference := cast(Any, value).get("$ref"), str):
+            yield reference
+    for item in items:
+        yield from _references(item)
 
 
 def _additional_properties(

@@ -209,6 +209,18 @@ def test_invalid_schema_is_refused_or_left_to_the_environment() -> None:
     for schema in ({"$schema": []}, {"$schema": {}}, {"$id": []}, {"properties": {"a": 1}}):
         with pytest.raises(ValueError, match="tool f: its schema"):
             complaint(schema, {})
+    nested: dict[str, Any] = {}
+    for _ in range(300):
+        nested = {"properties": {"a": nested}}
+    for schema, reason in (
+        ({"properties": {"a": {"$ref": "#/$defs/no"}}}, r"refers to '#/\$defs/no', which is not"),
+        ({"allOf": [{"$ref": "https://example.org/a.json"}]}, "refers to 'https"),
+        (nested, "is nested too deeply; flatten it"),
+    ):
+        with pytest.raises(ValueError, match=f"tool f: its schema {reason}"):
+            complaint(schema, {})
+    known = {"$defs": {"n": {"type": "integer"}}, "properties": {"a": {"$ref": "#/$defs/n"}}}
+    assert complaint(known, {"a": 1}) == "" and "not of type" in complaint(known, {"a": "x"})
     unmatched = {"patternProperties": {"(": {}}, "unevaluatedProperties": False}
     for schema in (unmatched, {"$dynamicRef": "#nowhere"}):
         assert complaint(schema, {"a": 1}) == ""
