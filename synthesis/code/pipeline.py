@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from keel.agents.env_process.client import Hosted
 from keel.agents.environments.code.languages import REPO, matches_pattern
+from keel.agents.types import EnvironmentLost
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import CodeTasksConfig
 from keel.rl.turns import ToolCall
@@ -154,7 +155,10 @@ class CodePipeline:
                     raise Rejected(
                         "verdict", f"the gold patch cannot be applied: {reply.text[:200]}"
                     )
-            judged = await hosted.verdict((), "stop")
+            try:
+                judged = await hosted.verdict((), "stop")
+            except EnvironmentLost as error:
+                raise Rejected("verdict", str(error)[:300]) from error
         if isinstance(judged, str):
             raise Rejected("verdict", judged[:300])
         if judged.parts["correct"] != 1.0:
