@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from keel.agents.endpoint.server import Endpoint, McpTools
 from keel.agents.runner import EpisodeKind, EpisodeRunner
 from keel.agents.types import NoEnvironment
 from keel.rewards.sandbox.environments import find_runtime
+from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import ENVIRONMENT, Group, Prompt, Purpose, Verdict
 from tests.agents.endpoint import kit
 from tests.agents.endpoint.kit import check_law, recorder_of
@@ -231,6 +233,26 @@ def test_environment_opens_the_task_and_grades() -> None:
     assert all(environment.log[-2:] == ["verdict stop", "close"] for environment in environments)
 
 
+@pytest.mark.parametrize("how", ["cancel", "close"])
+def test_cancelled_group_leaves_nothing(how: str) -> None:
+    futures: list[Future[TurnResult]] = []
+    begun = threading.Event()
+
+    def turns(request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
+        futures.append(Future())
+        begun.set()
+        return futures[-1]
+
+    with running(turns, {"p": "ask()"}) as runner:
+        group = runner.submit(task("p"), group_size=2, purpose="train")
+        assert begun.wait(PATIENCE_S)
+        if how == "cancel":
+            assert group.cancel()
+    with pytest.raises(CancelledError):
+        group.result(PATIENCE_S)
+    assert all(future.cancelled() for future in futures)
+
+
 CALL = """
 def call(name, until=None, **arguments):
     params = {"name": name, "arguments": arguments}
@@ -370,6 +392,18 @@ def test_function_runs_in_its_own_process(tmp_path: Path) -> None:
     command = resolve_command("my_agent:answers", python=sys.executable, folder=tmp_path)
     ended, _ = drive("", command=command, folder=tmp_path)
     assert (ended.failed, ended.answer, ended.verdict) == ("", "s!", None)
+    for result, parts in (
+        ("numpy.bool_(True)", {"correct": 1.0}),
+        ("fractions.Fraction(1, 2)", {"correct": 0.5}),
+        ("({'correct': 0.5, 'style': 1}, {})", {"correct": 0.5, "style": 1.0}),
+        ("[1, 2]", None),
+        ("('abc', {})", None),
+    ):
+        code = f"import fractions, numpy\ndef answers(task):\n    return {result}\n"
+        (tmp_path / "my_agent.py").write_text(code)
+        ended, _ = drive("", command=command, folder=tmp_path)
+        assert bool(ended.failed) is (parts is None), (result, ended)
+        assert ended.verdict == (parts and Verdict(parts=parts)), (result, ended)
     (tmp_path / "my_agent.py").write_text("answers = 3")
     ended, _ = drive("", command=command, folder=tmp_path)
     assert ended.failed and ended.output.endswith("my_agent:answers is not a function")
