@@ -77,6 +77,8 @@ class TrajectoryRecorder:
         """Sample numbers in use for each context. Samples from the same context get different
         numbers and therefore different seeds."""
         self._growing: set[SegmentRecord] = set()
+        self._validator: tuple[str, ArgumentValidator] | None = None
+        """The validator of the latest request's tools, and their key."""
         self._sampling: dict[asyncio.Future[TurnResult], int] = {}
         """Turns being sampled, with the number of tokens reserved for each."""
         self._changed = asyncio.Event()
@@ -169,11 +171,8 @@ class TrajectoryRecorder:
         tools = json.dumps(specs, ensure_ascii=False, sort_keys=True)
         if len(tools.encode()) > _MAX_TOOLS_KIB << 10:
             raise invalid_field("tools", f"must have at most {_MAX_TOOLS_KIB} KiB")
-        try:  # in a thread, because large schemas take seconds the first time
-            arguments = await asyncio.to_thread(ArgumentValidator, request.tools)
-        except ValueError as error:
-            raise invalid_field("tools", str(error)) from error
         tools_key = _hash(tools)
+        arguments = await self._validator_of(request.tools, tools_key)
         before, ids = self.index.find_context(request, keys, tools_key, self._growing)
         limit = await self._admit(len(ids), request.limit)
         # No await between here and the sampling, so no other turn extends the same record.
@@ -220,6 +219,15 @@ class TrajectoryRecorder:
             completion_tokens=len(result.token_ids_R),
             cached_tokens=result.cached_tokens,
         )
+
+    async def _validator_of(self, tools: Sequence[ToolSpec], tools_key: str) -> ArgumentValidator:
+        if self._validator is None or self._validator[0] != tools_key:
+            try:  # in a thread, because large schemas take seconds the first time
+                validator = await asyncio.to_thread(ArgumentValidator, tools)
+            except ValueError as error:
+                raise invalid_field("tools", str(error)) from error
+            self._validator = (tools_key, validator)
+        return self._validator[1]
 
     async def _admit(self, context: int, max_tokens: int | None) -> int:
         """Return the number of tokens that the next turn may sample. Waits while concurrent turns
