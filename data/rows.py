@@ -317,11 +317,11 @@ def look_up(record: Mapping[str, Any], name: str) -> Any:
 
 
 def parse_json(key: str, text: str) -> Any:
-    """Parse a table cell as JSON. Raises BadLine if it isn't valid JSON."""
+    """Parse text from a row as JSON. Raises BadLine if it isn't valid JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadLine(f"`{key}` must be JSON, is {json_type(text)}: {error}") from error
+        raise BadLine(f"`{key}` is not JSON: {error}") from error
 
 
 def drop_nulls(value: Any) -> Any:

@@ -42,11 +42,13 @@ def _choice_schema(scores: Mapping[str, float]) -> dict[str, Any]:
 def _parse_reply(schema: Mapping[str, Any], content: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) < len(pairs):
-            raise ValueError("a key appears twice")
+            raise BadReply("a key appears twice")
         return dict(pairs)
 
     try:
         reply = json.loads(content, object_pairs_hook=unique)
+    except BadReply:
+        raise
     except (ValueError, RecursionError) as error:
         raise BadReply(f"not JSON ({error})") from error
     validator: Any = Draft202012Validator(schema)
