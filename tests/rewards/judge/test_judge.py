@@ -1,5 +1,6 @@
 """Requests to the judge, what its replies are worth, and servers that are slow, wrong or absent."""
 
+import asyncio
 import gzip
 import itertools
 import json
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -392,6 +394,25 @@ def test_only_transient_failures_are_retried(
     if attempts > 1:
         server.behave = scripted(reply, reply)
         judged(service, next(ANSWERS))
+
+
+def test_pauses_double_and_vary_by_half(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def record(seconds: float) -> None:
+        if seconds:
+            pauses.append(seconds)
+        await sleep(0)
+
+    server.behave = lambda request: Reply("oops", status=500)
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "sleep", record)
+        for end in (0, 1):  # of the range of the random factor
+            pick = SimpleNamespace(uniform=lambda *ends, end=end: ends[end])
+            patch.setattr("keel.rewards.judge.client.random", pick)
+            judge(settings(server.url), [f"blue {end}"])
+    assert pauses == pytest.approx([0.0025, 0.005, 0.0075, 0.015])
 
 
 def test_retry_after_is_respected(server: Server) -> None:
