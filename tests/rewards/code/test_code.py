@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,14 +30,16 @@ PATIENT = CodeConfig(completion_s=PATIENCE_S, time_s=100.0)
 
 @pytest.fixture
 def settings(request: pytest.FixtureRequest) -> CodeConfig:
-    """The sandbox if it works here; `test_a_right_program_passes` also runs without one."""
-    isolation = getattr(request, "param", "")
-    if not isolation:
-        isolation = "none-i-trust-the-answers"
-        with suppress(IsolationError):
-            open_sandbox("bubblewrap")
-            isolation = "bubblewrap"
+    """Settings with a sandbox, or without one in tests that are `in_both`."""
+    isolation = getattr(request, "param", "bubblewrap")
+    if isolation == "bubblewrap":
+        request.getfixturevalue("box")
     return replace(PATIENT, isolation=isolation)
+
+
+in_both = pytest.mark.parametrize(
+    "settings", ["bubblewrap", "none-i-trust-the-answers"], indirect=True
+)
 
 
 def spec(*tests: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def passed(verdict: _CodeVerdict) -> list[bool]:
     return [not why for why in verdict.failures]
 
 
-@pytest.mark.parametrize("settings", ["", "none-i-trust-the-answers"], indirect=True)
+@in_both
 def test_a_right_program_passes(settings: CodeConfig) -> None:
     verdict = verify_code(spec(ADD_STDIN, ADD_CALL, ADD_STDIN), answer(BOTH), settings)
     assert (verdict.score, passed(verdict), any(verdict.failures)) == (1.0, [True] * 3, False)
@@ -90,6 +91,7 @@ def test_points_for_whole_subtasks(settings: CodeConfig) -> None:
     assert list(verdict.failures) == [*("", "", "wrong output", "not run", "wrong output", "")]
 
 
+@in_both
 def test_process_exit_costs_only_its_own_call(settings: CodeConfig) -> None:
     source = """
 import os, time
@@ -115,6 +117,7 @@ class Solution:
     within_some(check, (0.4, 5.0, 30.0))
 
 
+@in_both
 def test_output_is_limited_per_call(settings: CodeConfig) -> None:
     calls = [{"call": "f", "args": [n], "returns": "a" * n} for n in [300_000] * 5]
     verdict = verify_code(spec(*calls), answer("def f(n): return 'a' * n"), settings)
