@@ -123,6 +123,12 @@ class ModelFacts:
     def moe_layers(self) -> int:
         return len(self.moe_layer_ids)
 
+    @property
+    def expert_size(self) -> float:
+        """Intermediate size of a routed expert, or 0 if there are no experts."""
+        matrices = 3 * self.moe_layers * self.experts
+        return self.expert_parameters / (matrices * self.hidden_size) if matrices else 0.0
+
 
 def load_tokenizer(
     path: str, *, chats: bool = True, chat_template: str = ""

@@ -74,11 +74,14 @@ def check_engine(config: Config, facts: ModelFacts, *, gpu: bool) -> None:
             f"rollout.tensor_parallel = {wide}: must divide the model's {facts.attention_heads} "
             "attention heads"
         )
-    if config.rollout.expert_parallel and (not facts.experts or facts.experts % wide):
-        has = f"{facts.experts} experts in a layer" if facts.experts else "no experts"
+    if config.rollout.expert_parallel and not facts.experts:
         raise ConfigError(
-            f"rollout.expert_parallel = True: {facts.architecture} has {has}, and every GPU of an "
-            f"engine (rollout.tensor_parallel = {wide}) takes as many of them. Leave it out"
+            f"rollout.expert_parallel = True: {facts.architecture} has no experts. Leave it out"
+        )
+    if config.rollout.expert_parallel and facts.experts % wide:
+        raise ConfigError(
+            f"rollout.tensor_parallel = {wide}: with rollout.expert_parallel, it must divide the "
+            f"{facts.experts} experts of a layer"
         )
     if config.rollout.quantization:
         _check_quantization(config, facts, gpu=gpu)
@@ -95,15 +98,33 @@ def check_engine(config: Config, facts: ModelFacts, *, gpu: bool) -> None:
 
 
 def _check_quantization(config: Config, facts: ModelFacts, *, gpu: bool) -> None:
-    knob, parallel = "rollout.quantization = 'fp8'", config.rollout.tensor_parallel
+    rollout, knob = config.rollout, "rollout.quantization = 'fp8'"
     if not gpu:
         raise ConfigError(f"{knob}: needs a GPU. Leave it out")
-    if facts.hidden_size % _FP8_BLOCK or facts.row_inputs % (_FP8_BLOCK * parallel):
+    if facts.hidden_size % _FP8_BLOCK:
         raise ConfigError(
-            f"{knob}: the inputs of {facts.architecture}'s layers have sizes of "
-            f"{facts.hidden_size} and multiples of {facts.row_inputs} / {parallel} "
-            f"(rollout.tensor_parallel), and must be multiples of {_FP8_BLOCK}. Leave it out, or "
-            "lower rollout.tensor_parallel"
+            f"{knob}: the hidden size of {facts.architecture}, {facts.hidden_size}, must be a "
+            f"multiple of {_FP8_BLOCK}. Leave it out"
+        )
+    if facts.row_inputs % (_FP8_BLOCK * rollout.tensor_parallel):
+        raise ConfigError(
+            f"{knob}: the input sizes of {facts.architecture}'s layers are multiples of "
+            f"{facts.row_inputs}, and each of rollout.tensor_parallel = {rollout.tensor_parallel} "
+            f"GPUs must hold a multiple of {_FP8_BLOCK}. Lower it, or leave out "
+            "rollout.quantization"
+        )
+    # vLLM pads other experts, and then an update keeps the experts of all layers until it ends.
+    if facts.expert_size % _FP8_BLOCK:
+        raise ConfigError(
+            f"{knob}: the intermediate size of {facts.architecture}'s experts, "
+            f"{facts.expert_size:g}, must be a multiple of {_FP8_BLOCK}. Leave it out"
+        )
+    if facts.expert_size % (_FP8_BLOCK * rollout.tensor_parallel) and not rollout.expert_parallel:
+        raise ConfigError(
+            f"{knob}: the intermediate size of {facts.architecture}'s experts is "
+            f"{facts.expert_size:g}, and each of rollout.tensor_parallel = "
+            f"{rollout.tensor_parallel} GPUs must hold a multiple of {_FP8_BLOCK}. Set "
+            "rollout.expert_parallel: true, or lower rollout.tensor_parallel"
         )
 
 

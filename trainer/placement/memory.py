@@ -136,9 +136,11 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     return Memory(
         parts={
             "weights": weights,
-            # An update keeps all experts of a layer until the last one has come.
+            # An update keeps all experts of a layer until the last one has come. Then each GPU
+            # copies its share and quantizes it.
             "experts to quantize": bool(rollout.quantization)
-            * (width * facts.expert_parameters / max(1, facts.moe_layers)),
+            * (width + (width + 1) / rollout.tensor_parallel)
+            * (facts.expert_parameters / max(1, facts.moe_layers)),
             "KV cache": kv_token_bytes(config, facts) * tokens + states,
             "activations": layer,
             "sampler": _SAMPLER_BYTES * rollout.max_num_seqs * facts.vocab_size,
@@ -151,30 +153,45 @@ def cached_sequences(config: Config, memory: Memory, gpu_gib: float) -> int:
     """Return how many full-length completions fit in an engine's KV cache. Raises DoesNotFit if not
     even one fits."""
     share = config.rollout.gpu_memory_utilization
-    rest = memory.total - memory.parts["KV cache"]
     one = memory.parts["KV cache"] / engine_sequences(config)
-    budget = share * gpu_gib * GIB
-    sequences = int((budget - rest) / one) if one else engine_sequences(config)
+    room = cache_room(config, memory, gpu_gib, reserve=bool(config.rollout.quantization))
+    sequences = int(room / one) if one else engine_sequences(config)
     if sequences < 1:
+        budget = share * gpu_gib * GIB
         parts = memory.largest_first(but="KV cache")
+        reserve = budget - room - (memory.total - memory.parts["KV cache"])
+        parts += f", reserve {gib(reserve)}" * bool(config.rollout.quantization)
         raise DoesNotFit(
-            f"an engine's GPU needs {gib(rest + one)} ({parts}, KV cache of one trajectory "
-            f"{gib(one)}), and rollout.gpu_memory_utilization = {share:g} of a GPU (run.gpu_gib) "
-            f"is {gib(budget)}",
+            f"an engine's GPU needs {gib(budget - room + one)} ({parts}, KV cache of one "
+            f"trajectory {gib(one)}), and rollout.gpu_memory_utilization = {share:g} of a GPU "
+            f"(run.gpu_gib) is {gib(budget)}",
             "engine",
         )
     return sequences
 
 
+def cache_room(config: Config, memory: Memory, gpu_gib: float, *, reserve: bool) -> float:
+    """Return how many bytes of an engine's share of its GPU remain for the KV cache. A `reserve`
+    for errors of the estimate is needed if vLLM does not measure its memory use."""
+    rest = memory.total - memory.parts["KV cache"]
+    if reserve:
+        rest = ENGINE_SPARE * rest + ENGINE_SPARE_GIB * GIB
+    return config.rollout.gpu_memory_utilization * gpu_gib * GIB - rest
+
+
 def guaranteed_cache_bytes(config: Config, facts: ModelFacts, gpu_gib: float) -> int:
     """Return how many bytes are guaranteed to be available for an engine's KV cache, or 0 if they
-    can't hold all completions, in which case vLLM has to measure its memory use. vLLM would give a
-    quantized engine's cache the memory that updates need."""
+    can't hold all completions, in which case vLLM has to measure its memory use.
+
+    A quantized engine never measures it, because vLLM would give its cache the memory that updates
+    need. Raises DoesNotFit if its cache can't hold a single full-length completion.
+    """
     memory = engine_memory(config, facts, gpu=True)
-    cache = memory.parts["KV cache"]
-    rest = ENGINE_SPARE * (memory.total - cache) + ENGINE_SPARE_GIB * GIB
-    room = config.rollout.gpu_memory_utilization * gpu_gib * GIB - rest
-    return max(0, int(room)) if room >= cache or config.rollout.quantization else 0
+    room = cache_room(config, memory, gpu_gib, reserve=True)
+    if config.rollout.quantization:
+        cached_sequences(config, memory, gpu_gib)
+        return int(room)
+    return int(room) if room >= memory.parts["KV cache"] else 0
 
 
 # Trainer rank
@@ -421,10 +438,7 @@ def key_width(facts: ModelFacts) -> float:
 
 def _expert_width(facts: ModelFacts) -> float:
     """Return the total intermediate size of a token's routed experts in a MoE layer."""
-    if not facts.moe_layers:
-        return 0.0
-    each = facts.expert_parameters / facts.moe_layers / facts.experts / (3 * facts.hidden_size)
-    return facts.experts_per_token * each
+    return facts.experts_per_token * facts.expert_size
 
 
 def _mlp_width(facts: ModelFacts) -> float:

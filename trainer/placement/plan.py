@@ -121,9 +121,9 @@ def make_plan(
     if gpu and gpu_gib:
         if samples:
             cached = memory.cached_sequences(config, engine, gpu_gib)
-            budget = config.rollout.gpu_memory_utilization * gpu_gib * GIB
-            rest = engine.total - engine.parts["KV cache"]
-            cache = min(budget - rest, engine.parts["KV cache"])
+            reserve = bool(config.rollout.quantization)
+            room = memory.cache_room(config, engine, gpu_gib, reserve=reserve)
+            cache = min(room, engine.parts["KV cache"])
             engine = Memory(parts={**engine.parts, "KV cache": cache})
         memory.check_trainer_fits(config, rank, gpu_gib, shared=shared)
     offload = memory.offload_plan(config, rank, gpu_gib, shared=shared and gpu)

@@ -96,6 +96,8 @@ INDEXED = {"attention_heads": 6, "index_top_k": 4}
 WHOLE = with_rollout(tensor_parallel=2, expert_parallel=True)
 FP8 = with_rollout(tensor_parallel=2, quantization="fp8")
 BLOCKS = {"hidden_size": 896, "row_inputs": 256}
+SLICES = {**BLOCKS, "moe_layer_ids": (0,), "experts": 2, "expert_parameters": 2 * 3 * 896 * 256}
+"""Experts with an intermediate size of 256."""
 SPARSE = {"architecture": "DeepseekV32ForCausalLM", "kv_width": 576}
 
 
@@ -113,6 +115,7 @@ CASES: list[tuple[Callable[..., None], Config, dict[str, Any], dict[str, Any]]] 
     (_on_gpu, WHOLE, EXPERTS, {"experts": 0}),
     (_on_gpu, FP8, BLOCKS, {"hidden_size": 896 + 64}),
     (_on_gpu, FP8, BLOCKS, {"row_inputs": 128}),
+    (_on_gpu, FP8, SLICES, {"expert_parameters": 2 * 3 * 896 * 128}),
     (_on_cpu, PLAIN, HEADS, SPARSE),
     (_on_gpu, PLAIN, SPARSE, {"kv_width": 80}),
     (_in_trainer, parallel(expert_parallel=2), EXPERTS, {"experts": 9}),
@@ -128,6 +131,18 @@ def test_quantised_engines_need_a_gpu() -> None:
     config = with_rollout(quantization="fp8")
     with pytest.raises(ConfigError, match=r"rollout\.quantization = 'fp8': needs a GPU"):
         check_engine(config, replace(DENSE, **BLOCKS), gpu=False)
+
+
+@pytest.mark.parametrize(("size", "suits"), [(128, True), (192, False)])
+def test_whole_experts_are_blocks_when_quantised(size: int, suits: bool) -> None:
+    config = with_rollout(tensor_parallel=2, quantization="fp8", expert_parallel=True)
+    facts = replace(DENSE, **{**SLICES, "expert_parameters": 2 * 3 * 896 * size})
+    assert facts.expert_size == size
+    if suits:
+        check_engine(config, facts, gpu=True)
+        return
+    with pytest.raises(ConfigError, match=r"experts, 192, must be a multiple of 128"):
+        check_engine(config, facts, gpu=True)
 
 
 @pytest.mark.parametrize(("check", "config", "facts", "bad"), CASES)

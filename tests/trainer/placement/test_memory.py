@@ -34,7 +34,9 @@ from keel.trainer.placement.memory import (
     Memory,
     OffloadPlan,
     _held_bytes,
+    cached_sequences,
     count_micro_batches,
+    engine_sequences,
     guaranteed_cache_bytes,
     needed_bytes,
     offload_plan,
@@ -143,7 +145,8 @@ def test_quantised_engine_holds_a_byte_per_weight() -> None:
     tables = 2 * 100_000 * 1000
     layers = MOE.parameters - tables
     assert engine["weights"] == (2 * tables + layers * (1 + 4 / 128**2)) / 2
-    assert engine["experts to quantize"] == 2 * 8 * 3 * 1000 * 500  # a layer's, in bfloat16
+    # A layer's experts in bfloat16, and a GPU's half of them in bfloat16 and FP8.
+    assert engine["experts to quantize"] == (2 + 3 / 2) * 8 * 3 * 1000 * 500
     whole = plan(recipe(rollout={**options, "expert_parallel": True}), MOE).engine
     assert whole.parts == engine
     plain = recipe(rollout={"tensor_parallel": 2})
@@ -159,6 +162,11 @@ def test_quantised_engine_holds_a_byte_per_weight() -> None:
     size = (rest + cache / 2) / (0.85 * GIB)
     assert guaranteed_cache_bytes(config, MOE, size) == pytest.approx(cache / 2, abs=1)
     assert guaranteed_cache_bytes(plain, MOE, size) == 0
+    one = cache / engine_sequences(config)
+    assert cached_sequences(config, plan(config, MOE).engine, size + 0.01) == cache // (2 * one)
+    for gpu_gib in (0.0, (rest + 0.9 * one) / (0.85 * GIB)):
+        with pytest.raises(DoesNotFit, match="reserve"):
+            guaranteed_cache_bytes(config, MOE, gpu_gib)
 
 
 def test_parallelism_shards_experts_or_tokens() -> None:
@@ -213,11 +221,12 @@ def test_deepseek_v32_is_planned_as_by_hand(nodes: int, fits: bool) -> None:
     planned = plan_on(config, facts, cluster(nodes))
     assert planned.engine.parts["weights"] == 2 * count / 16
 
-    config = recipe(rollout={**rollout, "quantization": "fp8"}, ranks=8 * nodes - 8, **sizes)
+    rollout |= {"quantization": "fp8", "gpu_memory_utilization": 0.9}
+    config = recipe(rollout=rollout, ranks=8 * nodes - 8, **sizes)
     check_engine(config, facts, gpu=True)
     planned = plan_on(config, facts, cluster(nodes))
     assert planned.cached is not None and planned.cached > 4
-    assert planned.engine.parts["experts to quantize"] == 2 * experts / 58
+    assert planned.engine.parts["experts to quantize"] == (2 + 3 / 8) * experts / 58
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
