@@ -386,8 +386,6 @@ def _turn_result(ids: Sequence[int], finish: Any, seconds: float) -> TurnResult:
 
 
 def _to_endpoint_format(message: Message) -> Message:
-    keys = ("role", "content", "tool_call_id", "tool_calls")
-    sent = {key: message[key] for key in keys if key in message}
-    if message.get(_THINKING):
-        sent[_THINKING] = message[_THINKING]
+    sent = {key: message[key] for key in ("role", "content", "tool_call_id") if key in message}
+    sent |= {key: message[key] for key in ("tool_calls", _THINKING) if message.get(key)}
     return openai_message(sent)

@@ -14,7 +14,13 @@ from keel.commands.cli import main
 from keel.configs.schema import EndpointConfig, SamplingConfig
 from keel.rl.turns import conversation_of
 from keel.rl.types import Group, Prompt
-from keel.rollout.endpoint import _MAX_FAILURES, LATER, EndpointCompletions, EndpointTurns
+from keel.rollout.endpoint import (
+    _MAX_FAILURES,
+    LATER,
+    EndpointCompletions,
+    EndpointTurns,
+    _to_endpoint_format,
+)
 from tests.rewards.judge.judge_server import Reply, Server, running
 from tests.waiting import PATIENCE_S
 
@@ -197,3 +203,8 @@ def test_thinking_is_returned_until_a_user_message() -> None:
     assert thoughts == [[], ["Hm 0"], ["Hm 0", "Hm 1"], [None] * 3]
     assert set(said[2][0]) == {"role", "content", "tool_calls", key}
     assert len({message["tool_calls"][0]["id"] for message in said[3]}) == 3
+
+
+@pytest.mark.parametrize("calls", [[], None])
+def test_empty_tool_calls_are_not_sent(calls: Any) -> None:
+    assert _to_endpoint_format({**QUESTION, "tool_calls": calls}) == QUESTION
