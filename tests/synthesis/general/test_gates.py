@@ -475,6 +475,22 @@ def test_harder_task_must_be_harder(tmp_path: Path) -> None:
     assert (why, list(report["refused"])) == ("", ["harder"])
 
 
+def test_resume_keeps_finished_environments(tmp_path: Path) -> None:
+    unfinished = tmp_path / "out/making/fruit_markets-0"
+    unfinished.mkdir(parents=True)
+    (unfinished / "left.py").write_text("half")
+    why, report, _ = made(tmp_path, ScriptedAuthor(market(EASY)), steps=1, attempts=0)
+    assert (why, report["kept"]) == ("", 1) and not unfinished.exists()
+    folder = tmp_path / "out/tasks/fruit_markets-0"
+    assert not (folder / "left.py").exists()
+    before = (folder / "provenance.json").stat().st_mtime_ns
+    (tmp_path / "out/outcomes.jsonl").unlink()  # the process ended before it wrote the outcome
+    again = ScriptedAuthor([])
+    why, report, _ = made(tmp_path, again, steps=1, attempts=0)
+    assert (why, report["kept"], again.asked) == ("", 1, [])
+    assert (folder / "provenance.json").stat().st_mtime_ns == before
+
+
 SHIPPED = resolve_folders(["shipped"])
 
 
