@@ -33,6 +33,14 @@ class IsolationError(ValueError):
     """Raised if this machine can't isolate programs."""
 
 
+def check_machine(setting: str) -> None:
+    """Raise IsolationError, which begins with `setting`, if system calls can't be filtered on this
+    machine's processor."""
+    if (machine := platform.machine()) != _MACHINE:
+        problem = f"sandboxes need {_MACHINE}, and this machine is {machine}"
+        raise IsolationError(f"{setting} does not work here: {problem}")
+
+
 def namespace_args(root: bool, *, network: bool = False) -> list[str]:
     """Return the bubblewrap arguments that run a program in new namespaces with no capabilities.
 
@@ -230,15 +238,12 @@ _NO_FAMILY = _ERRNO | errno.EOPNOTSUPP
 def seccomp_filter(
     *, sockets: Sequence[int] = (), permitted: Sequence[str] = (), counted: bool = False
 ) -> bytes:
-    """Build a classic BPF program for `bwrap --seccomp`. Raises ValueError on machines other than
-    x86_64.
+    """Build a classic BPF program for `bwrap --seccomp` on x86_64.
 
     `sockets` lists the allowed socket families. `permitted` lists system calls to allow that the
     filter would normally reject. If `counted` is set, system calls that hide memory or CPU time
     from measurement are rejected too.
     """
-    if platform.machine() != _MACHINE:
-        raise ValueError(f"system calls are filtered on {_MACHINE}, not on {platform.machine()}")
     program = [
         (_LOAD, 0, 0, _ARCH),
         *_return_unless(_EQUAL, _AUDIT_ARCH, _KILL),

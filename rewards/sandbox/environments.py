@@ -219,6 +219,7 @@ def environment_wrap(
         raise IsolationError(f"{knob} = {isolation!r} must be one of {', '.join(_ISOLATIONS)}")
     if isolation != "bubblewrap":
         return None
+    bubblewrap.check_machine(knob or repr(isolation))
     sandbox = EnvironmentSandbox(**settings)
     problem = _probe_problem(sandbox)
     if problem.startswith("bwrap"):  # it may not mount /proc in this container

@@ -394,8 +394,11 @@ def open_sandbox(isolation: str) -> Sandbox:
     if isolation not in _ISOLATIONS:
         raise IsolationError(f"{_KNOB} = {isolation!r} must be one of {', '.join(_ISOLATIONS)}")
     failure = f"{_KNOB} = {isolation!r} does not work here"
+    isolated = isolation == "bubblewrap"
+    if isolated:
+        bubblewrap.check_machine(f"{_KNOB} = {isolation!r}")
     try:
-        sandbox, isolated = Sandbox(isolation), isolation == "bubblewrap"
+        sandbox = Sandbox(isolation)
         source = bubblewrap.probe_code(network="none", processes=4, strict=True) if isolated else ""
         outcome = sandbox.run(
             ["{python}", "-S", "{box}/probe.py"],

@@ -71,6 +71,16 @@ def test_isolation_of_environments_is_probed(script: str, stand_in) -> None:
         environment_wrap("bubblewrap", processes=8)
 
 
+def test_other_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    problem = "does not work here: sandboxes need x86_64, and this machine is aarch64"
+    with pytest.raises(IsolationError, match=rf"^agents\.isolation {problem}$"):
+        environment_wrap("bubblewrap")
+    open_sandbox.cache_clear()
+    with pytest.raises(IsolationError, match=rf"^rewards\.code\.isolation = .* {problem}$"):
+        open_sandbox("bubblewrap")
+
+
 @needs_bubblewrap
 def test_partial_isolation_is_refused(stand_in) -> None:
     stand_in(HALF.format(bwrap=shutil.which("bwrap")))
