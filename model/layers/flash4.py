@@ -66,13 +66,20 @@ def use_flash4(
         if not _ACTIVE:
             _ACTIVE.append(replace_flash_kernels(__name__))
         reason = find_error(heads, kv_heads, width, windows, device, model.dtype)
+    except ModuleNotFoundError as error:
+        reason = f"is not installed (no module {error.name})"
     except Exception as error:  # compilers, drivers, file locks
         reason = f"fails: {type(error).__name__}: {error}"[:500]
     if not reason:
         return ""
+    restore_torch_kernels()
+    return f"{PACKAGE} {reason}"
+
+
+def restore_torch_kernels() -> None:
+    """Use PyTorch's own kernels for attention again."""
     while _ACTIVE:
         _ACTIVE.pop().remove()
-    return f"{PACKAGE} {reason}"
 
 
 def find_error(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from keel.configs.schema import ColdStartConfig, Dtype, SourceConfig, TinyModelConfig
+from keel.model.layers import flash4
 from keel.model.tiny.build import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
 from keel.rl.metrics import values
@@ -94,10 +95,12 @@ def test_both_attention_kernels_compile(
             pytest.skip("needs a Hopper or Blackwell GPU")
     bfloat16 = {"model": "wide", "dtype": "bfloat16"}
     plain = values(training(1, attention_kernels="torch", **bfloat16)(ranks)["metrics"][0])
+    assert not flash4._ACTIVE
     for recomputed in (False, True):
         how = {"activation_checkpointing": recomputed, "keep_attention": recomputed}
         run = training(1, attention_kernels=kernels, compile=compiled, **bfloat16, **how)
         result = run(ranks)
+        assert bool(flash4._ACTIVE) == (kernels == "flash4")
         first = values(result["metrics"][0])
         assert first["loss"] == pytest.approx(plain["loss"], abs=0.01)
         assert first["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.03)

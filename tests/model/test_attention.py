@@ -4,8 +4,10 @@ Flash attention runs here with plain kernels; tests/gpu/test_attention.py tests 
 
 from collections.abc import Iterator
 from copy import deepcopy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -189,6 +191,28 @@ def test_attention_outputs_survive_checkpointing(plain_flash: PlainFlash, compil
         plain_flash.calls.clear()
         close(trained(again), expected)
         assert [plain_flash.calls.count(half) for half in ("forward", "backward")] == [forwards, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ModuleNotFoundError(name="flash_attn"), "is not installed (no module flash_attn)"),
+        (RuntimeError("no compiler"), "fails: RuntimeError: no compiler"),
+    ],
+)
+def test_torch_kernels_are_restored_if_a_package_fails(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
+) -> None:
+    removed: list[bool] = []
+    handle = SimpleNamespace(remove=lambda: removed.append(True))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(flash4, "replace_flash_kernels", lambda _: handle)
+    monkeypatch.setattr(flash4, "find_error", Mock(side_effect=error))
+    for name in ("CACHE_ENABLED", "CACHE_DIR"):
+        monkeypatch.setenv(f"FLASH_ATTENTION_CUTE_DSL_{name}", "")
+    model = AutoModelForCausalLM.from_config(FAMILIES["full"]).bfloat16()
+    assert flash4.use_flash4(model, torch.device("cpu"), Path()).endswith(f") {reason}")
+    assert removed == [True] and flash4._ACTIVE == []
 
 
 def test_wrong_results_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:

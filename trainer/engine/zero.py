@@ -209,6 +209,7 @@ def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> 
     """Use FlashAttention-4 if the recipe allows it. Returns a warning, or "", if the package cannot
     be used. Raises RuntimeError if the recipe requires FlashAttention-4 but it can't be used."""
     trainer, longest = config.trainer, config.max_context
+    flash4.restore_torch_kernels()  # an earlier engine's
     if config.model.batch_invariant or not trainer.flash4(longest) or device.type != "cuda":
         return ""
     ranks = trainer.sequence_parallel

@@ -16,6 +16,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from torch import Tensor
 
 from keel.configs.schema import Config, DataConfig, LoraConfig, SourceConfig
+from keel.model.layers import flash4
 from keel.rl.futures import done
 from keel.rl.metrics import values
 from keel.rl.packing import TrainBatch
@@ -416,3 +417,14 @@ def test_out_of_memory_update_is_not_retried(
     with pytest.raises(UpdateOutOfMemory, match=r"30\.50 GiB.*offload_optimizer: true"):
         repeating.step(Rollouts(0).groups(4, 3))
     assert not output and recovery.config is config
+
+
+def test_engines_without_flash4_restore_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from keel.trainer.engine import zero  # noqa: PLC0415  (loads DeepSpeed)
+
+    removed: list[bool] = []
+    handle = SimpleNamespace(remove=lambda: removed.append(True))
+    monkeypatch.setattr(flash4, "_ACTIVE", [handle])  # of an earlier engine in this process
+    model: Any = None
+    assert zero.use_flash4(make_config(1, 1), model, torch.device("cpu")) == ""
+    assert removed == [True] and not flash4._ACTIVE
