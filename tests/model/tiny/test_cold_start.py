@@ -26,13 +26,15 @@ from keel.model.tiny.build import _content_key, build_model, ensure_tiny_model
 from keel.model.tiny.cold_start import (
     TAUGHT,
     Curriculum,
+    _conversation_ids,
     _ExamplePair,
     _format_solution,
     _MaskedIds,
     make_examples,
     train,
 )
-from keel.model.tiny.tokenizer import build_tokenizer
+from keel.model.tiny.tokenizer import TURN_END, build_tokenizer
+from keel.rollout.chat.chat import TemplateChat
 
 TOKENIZER = build_tokenizer()
 SPELLING = SourceConfig(name="spelling", source="reasoning_gym", task="spell_backward", size=8)
@@ -184,6 +186,38 @@ def test_content_key_covers_what_weights_depend_on() -> None:
     assert len(keys) == 9
     assert key(replace(TINY, cache_dir="elsewhere", index_top_k=5)) == key()
     assert key(heldout=("a", "b")) == key(heldout=("b", "a", "b"))
+
+
+def test_ids_with_calls_in_thinking_equal_those_of_a_rollout() -> None:
+    chat = TemplateChat(TOKENIZER, tools_in_thinking=True)
+    pairs = [
+        pair
+        for level in (0, 1)
+        for pair in trip_demonstrations(5, seed=2, arguments={"level": level})
+    ]
+    for pair in pairs:
+        ids, learned = _conversation_ids(
+            TOKENIZER, pair.worked, pair.tools, thinking=True, tools_in_thinking=True
+        )
+        context = chat.opening(pair.worked[:1], pair.tools, thinking=True)
+        results = [message for message in pair.worked if message["role"] == "tool"]
+        turns = [message for message in pair.worked if message["role"] == "assistant"]
+        end = 0
+        for turn, message in enumerate(turns):
+            start = len(context)
+            assert ids[:start] == context and not learned[start - 1] and learned[start]
+            end = start + learned[start:].index(False) if False in learned[start:] else len(ids)
+            sampled = ids[start:end]
+            assert TOKENIZER.decode(sampled[-1]) == TURN_END
+            parsed = chat.parse(sampled, pair.tools, thinking=True, turn=turn, in_thinking=turn > 0)
+            assert parsed.in_thinking
+            function = message["tool_calls"][0]["function"]
+            (call,) = parsed.calls
+            assert call.name == function["name"]  # pyright: ignore
+            assert call.arguments == function["arguments"]  # pyright: ignore
+            if turn < len(results):
+                context = chat.extend([*context, *sampled], [results[turn]], thinking=True)
+        assert end == len(ids)
 
 
 @settings(deadline=None)

@@ -15,6 +15,7 @@ from keel.configs.schema import (
     SamplingConfig,
     SourceConfig,
 )
+from keel.model.batch_invariant import VARIABLE
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.turns import TurnResult
 from keel.rl.types import Recordings, SamplingMasks
@@ -25,7 +26,7 @@ from keel.rollout.engine.conversion import (
     decode_all,
 )
 from keel.rollout.recording.base import RecordingOptions
-from keel.rollout.spec import EngineSpec, LostTurn
+from keel.rollout.spec import EngineSpec, LostTurn, env_vars
 from tests.rl.rollouts import prompt
 
 JOB: dict[str, Any] = {
@@ -142,3 +143,9 @@ def test_engine_memory_share() -> None:
     assert EngineSpec.of(config, "model").gpu_share(32.0) == 0.5
     whole = replace(config, run=RunConfig())
     assert EngineSpec.of(whole, "model").gpu_share(160.0) == 0.5
+
+
+@pytest.mark.parametrize(("gpu", "on"), [(True, True), (True, False), (False, True)])
+def test_batch_invariance_is_set_before_import(gpu: bool, on: bool) -> None:
+    variables = env_vars(RolloutConfig(), gpu=gpu, batch_invariant=on)
+    assert variables.get(VARIABLE) == ("1" if gpu and on else None)
