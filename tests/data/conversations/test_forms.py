@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from keel.data.conversations.forms import _is_thinking, _parse_conversation, _parse_tools
+from keel.data.rows import BadLine
 
 USER = {"role": "user", "content": "2+2?"}
 SAID = {"role": "assistant", "content": "4", "reasoning_content": "two and two"}
@@ -56,3 +57,5 @@ def test_calls_and_results() -> None:
     result = {"role": "tool", "content": "4", "tool_call_id": "call_1_0", "name": "add"}
     assert messages[2] == result
     assert _parse_tools({"tools": '[{"name": "add"}]'})[0]["function"]["name"] == "add"
+    with pytest.raises(BadLine, match=r"^`tools` is not JSON: Expecting"):
+        _parse_tools({"tools": "add"})

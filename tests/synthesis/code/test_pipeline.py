@@ -8,9 +8,12 @@ from typing import Any, get_args
 
 import pytest
 
+from keel.agents.env_process.client import Hosted
 from keel.agents.environments.code.languages import LANGUAGES
+from keel.agents.types import EnvironmentLost
 from keel.configs.synthesis import CodeLanguage
 from keel.rl.turns import Parsed, ToolCall
+from keel.rl.types import Verdict
 from keel.synthesis.code.candidate import GitSource
 from tests.synthesis.authors import ScriptedAuthor, replied
 from tests.synthesis.code.projects import (
@@ -67,6 +70,19 @@ def test_history_becomes_tasks(tmp_path: Path) -> None:
     assert [one.name for one in (out / "environment" / "sealed").iterdir()] == [line["id"]]
     again, lines = made(config(source(git)), out)
     assert again == report and lines == ["3 of 3 tasks already made"]
+
+
+def test_lost_verdict_is_rejected_with_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(*_: object) -> Verdict:
+        raise EnvironmentLost("crash", "verdict", "ended with SIGSEGV", "last words")
+
+    monkeypatch.setattr(Hosted, "verdict", lost)
+    git = repository(tmp_path / "git", ("Begin", BEFORE), (ISSUE, AFTER))
+    report, _ = made(config(source(git)), tmp_path / "out")
+    (reason,) = refused(report)["verdict"]
+    assert "ended with SIGSEGV" in reason and "last words" in reason
 
 
 def test_agent_fixes_a_failing_setup(tmp_path: Path) -> None:
