@@ -40,7 +40,17 @@ _PER_CHUNK = 20
 """Number of evaluation prompts that the page loads at a time."""
 _HEAD, _TAIL = 70, 50
 """Number of characters to show from the start and from the end of a question in the list."""
-_UNREADABLE = (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError)
+_UNREADABLE = (
+    OSError,
+    EOFError,
+    zlib.error,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
 """Errors raised if a file is damaged, has unexpected contents or no longer exists."""
 
 
@@ -161,7 +171,7 @@ def _json_lines(path: Path, notes: list[str]) -> Iterator[Mapping[str, Any]]:
     for at, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), 1):
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         if isinstance(value, dict):
             yield cast(dict[str, Any], value)
@@ -227,7 +237,7 @@ def _read_trajectories(folder: Path, run: RunData) -> Chunks:
         except _UNREADABLE as error:
             run.notes.append(f"{path}: cannot be read ({error}); skipped")
             continue
-        chunks[path.name] = _Chunk(path.read_bytes, stat.st_size)
+        chunks[path.name] = _Chunk(partial(_read_finite, path), stat.st_size)
     samples = run.knobs.get("data.sources") != "[]" and "sft/tokens" not in run.metrics
     if run.steps and run.steps[-1] > 0 and not chunks and samples:
         run.notes.append(
@@ -235,6 +245,16 @@ def _read_trajectories(folder: Path, run: RunData) -> Chunks:
             "run.save_tokens above 0"
         )
     return chunks
+
+
+def _read_finite(path: Path) -> bytes:
+    """Read a file of trajectories, replacing NaN and infinities, which browsers can't parse."""
+    data = path.read_bytes()
+    text = gzip.decompress(data).decode()
+    if "NaN" not in text and "Infinity" not in text:
+        return data
+    lines = (finite_json(json.loads(line)) + "\n" for line in text.splitlines())
+    return gzip.compress("".join(lines).encode(), 6)
 
 
 # Cached, because `keel watch` reads a run's folder again whenever it changes.
@@ -339,7 +359,7 @@ def _chunk_name(at: int) -> str:
 def _from_repr(text: str) -> str:
     try:
         return json.dumps(ast.literal_eval(text), default=str, ensure_ascii=False)
-    except (ValueError, TypeError, SyntaxError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return text
 
 
@@ -392,4 +412,7 @@ def _question(group: Mapping[str, Any]) -> str:
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and isfinite(value) else None
+    try:
+        return float(value) if isinstance(value, int | float) and isfinite(value) else None
+    except OverflowError:  # an integer that is too large
+        return None

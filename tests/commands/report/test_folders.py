@@ -40,6 +40,10 @@ def test_run_as_data(tmp_path: Path) -> None:
     assert run.knobs["data.sources[spiral].kl_coef"] == "0.002"
     assert run.summary["steps"] == "3 of 60"
     assert len(run.groups) == 3 * (len(ATTACKS) + 1) and len(chunks) == 3
+    path = tmp_path / "run" / "trajectories" / min(chunks)
+    old = gzip.decompress(path.read_bytes()).replace(b"{", b'{"old":[NaN,-Infinity],', 1)
+    path.write_bytes(gzip.compress(old))
+    assert b'"old":[null,null]' in gzip.decompress(chunks[min(chunks)].read())
     for group in run.groups:  # the index points to the right line
         line = json.loads(gzip.decompress(chunks[group.chunk].read()).splitlines()[group.line])
         assert (line["prompt"], line["domain"]) == (group.prompt, group.domain)
@@ -63,14 +67,21 @@ def test_damaged_files_are_omitted_and_named(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     path = folder / "metrics.jsonl"
     first, *rest = path.read_text().splitlines()
-    path.write_text("\n".join([first, "[1]", '{"step": 1, "los', *rest, ""]))
+    deep, large = "[" * 100_000, f'{{"step": 1, "loss": {"9" * 400}}}'
+    path.write_text("\n".join([first, "[1]", '{"step": 1, "los', deep, large, *rest, ""]))
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(f'{deep}\n{{"step": {"9" * 400}, "kind": "alarm"}}\n')
     packed = folder / "trajectories" / "step_000002.tokens.jsonl.gz"
     packed.write_bytes(packed.read_bytes()[:-40])
-    packed.with_name("step_000003.tokens.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n'))
+    for number, text in ((3, '{"a": 1}'), (4, deep), (5, f'{{"prompt": {"9" * 5000}}}')):
+        file = packed.with_name(f"step_{number:06d}.tokens.jsonl.gz")
+        file.write_bytes(gzip.compress(f"{text}\n".encode()))
     (folder / "config.yaml").write_text("run: {dir: [")
     run, chunks = read_folder(folder)
     assert run.steps == [0, 1, 2, 3] and list(chunks) == ["step_000001.tokens.jsonl.gz"]
-    named = ("config.yaml", "metrics.jsonl:2", "metrics.jsonl:3", "step_000002", "step_000003")
+    assert run.metrics["reward/mean"][1] == 0.01 and run.metrics["loss"] == [None] * 4
+    lines = ("metrics.jsonl:2", "metrics.jsonl:3", "metrics.jsonl:4", "events.jsonl:4")
+    named = ("config.yaml", *lines, *(f"step_{number:06d}" for number in (2, 3, 4, 5)))
     assert len(run.notes) == len(named)
     assert all(name in note for name, note in zip(named, run.notes, strict=True))
 
@@ -96,6 +107,21 @@ def test_changed_knobs_match_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "run" / "chosen.json").write_text(json.dumps(chosen))
     again, _ = read_folder(tmp_path / "run")
     assert {*run.changed} - {*again.changed} == {"rollout.engines"}
+
+
+def test_agents_evaluation_plots_score_by_steps(tmp_path: Path) -> None:
+    folder = write_evaluation(tmp_path / "eval")
+    path = folder / "samples.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        for turns, one in enumerate(line["samples"], start=2):
+            one["turns"] = turns
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run, _ = read_folder(folder)
+    assert run.steps == [2, 5, 8]
+    assert run.metrics["eval/sums: recipe/score by steps"] == [pytest.approx(1 / 3), None, None]
+    wider = run.metrics["eval/sums: parallel-fewest-step/score by steps"]
+    assert wider[0] == pytest.approx(1 / 3) and wider[2] == 0.0
 
 
 class Parsed(HTMLParser):
