@@ -134,8 +134,15 @@ def train(
                 raise ConfigError(f"keel.train(rewards=…): {error}") from error
             value = yaml_line(_plain_data(names, "rewards=…"))
             # `eval.file` adds its source after the overrides are applied.
-            sources = load_config(path, [*overrides, "eval.file=''"]).data.sources
-            overrides += [f"{_SOURCES}[{source.name}].rewards={value}" for source in sources]
+            given = [*overrides, "eval.file=''"]
+            used = {source.name for source in load_config(path, given).data.sources}
+            sources = load_config(path, [*given, "data.only=[]"]).data.sources
+            # By index, because a name can contain `=` and brackets.
+            overrides += [
+                f"{_SOURCES}[{index}].rewards={value}"
+                for index, source in enumerate(sources)
+                if source.name in used
+            ]
         run = RunFolder(load_config(path, overrides))
         try:
             main.train(str(path), overrides, after_step=called.call, again=_AGAIN)
@@ -289,14 +296,15 @@ class _Callbacks:
                 raise ConfigError(f"keel.train(callbacks=…): {one!r} must not be async")
         self.error: Exception | SystemExit | None = None
         """The first exception raised by a callback, re-raised once the run is saved."""
+        self._ended = False
+        """True once a callback has ended the run. Kept when the run restarts before it is saved."""
 
     def call(self, step: int, numbers: Mapping[str, float]) -> bool:
         """Run the callbacks after a training step, but not after a standalone evaluation. Return
         True if the run should end."""
-        ends = False
         for callback in self._callbacks if "time/step" in numbers else ():
             try:
-                ends = bool(callback(step, numbers)) or ends
+                self._ended = bool(callback(step, numbers)) or self._ended
             except (Exception, SystemExit) as error:  # any error of user code
-                ends, self.error = True, self.error or error
-        return ends
+                self._ended, self.error = True, self.error or error
+        return self._ended

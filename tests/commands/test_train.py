@@ -223,6 +223,10 @@ def test_functions_have_weights_like_parts(requests: list[Config], tmp_path: Pat
     generated: Any = (knob for knob in knobs)
     keel.train("quickstart", prompts=["Say hi."], rewards=[brief], knobs=generated)
     assert requests[1].data.sources[0].rewards == {"python.brief": 1.0}
+    source = {"source": "reasoning_gym", "task": "chain_sum", "size": 4}
+    sources = [{"name": name, **source} for name in ("a=b", "a]b", "a[0]")]
+    keel.train({**recipe, "data": {"sources": sources}}, rewards=[brief], knobs=knobs)
+    assert all(s.rewards == {"python.brief": 1.0} for s in requests[-1].data.sources)
     with pytest.raises(ValueError, match=r"python\.brief"):
         load_function("python.brief")
 
@@ -261,6 +265,8 @@ def test_callbacks_can_stop_the_run() -> None:
     assert not after_step(1, {"time/step": 2.0, "reward/mean": 0.5})
     assert after_step(2, {"time/step": 2.0, "reward/mean": 0.5})
     assert steps == [1, 2]
+    reached[:] = 9  # the run restarted before it was saved
+    assert after_step(1, {"time/step": 2.0})
 
 
 @pytest.mark.parametrize("raised", [KeyError("reward/best"), SystemExit(3)])

@@ -133,6 +133,8 @@ def test_journal_prints_and_counts_alarms(tmp_path: Path) -> None:
     lines: list[str] = []
     view = SimpleNamespace(say=lines.append, record=lambda step, numbers: None)
     journal = Journal(tmp_path, view, trajectories=0, alarms=AlarmsConfig(missing=0.2))
+    recorded: dict[int, Any] = {}
+    journal.on_record = recorded.__setitem__
     metrics = {"kl/ref": Mean(5.0, 1), "rollout/dropped_completions": Sum(1.0)}
     whole, short = finished("p", (1.0,) * 4), scored([], [], dropped=("late",))
     journal.record(0, metrics, [])
@@ -145,6 +147,7 @@ def test_journal_prints_and_counts_alarms(tmp_path: Path) -> None:
     assert "kl/ref" in lines[0] and "1 late" in lines[1]
     records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert [record.get("alarms") for record in records] == [None, 1, 2]
+    assert [numbers.get("alarms") for numbers in recorded.values()] == [None, 1, 2]
 
 
 def test_steps_add_up_to_the_run(tmp_path: Path) -> None:
