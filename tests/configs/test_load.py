@@ -360,6 +360,8 @@ RECIPES = sorted(
     path.stem for path in (Path(__file__).parents[2] / "configs/recipes").glob("*.yaml")
 )
 shipped_recipe = cache(load_config)
+MATHEMATICS = {"gsm8k", "proofs", "sums", "sums-direct", "gcd"}
+"""The report weakens the KL penalty for mathematics, or omits it."""
 
 
 def test_recipes_load_by_their_bare_names() -> None:
@@ -377,3 +379,13 @@ def test_only_removes_the_other_sources(tmp_path: Path) -> None:
     assert load_config(path) == config
     with pytest.raises(ConfigError, match=r"data\.only = 'cod'.*code"):
         load_config("mixed", ["data.only=[cod]"])
+
+
+def test_domains_have_the_rewards_of_the_report() -> None:
+    plain = ("sft", "pretrain", "quickstart")
+    recipes = [shipped_recipe(name) for name in RECIPES if not name.startswith(plain)]
+    for source in (source for recipe in recipes for source in recipe.data.sources):
+        assert "language" in source.rewards, source.name
+        if "rubric" not in source.rewards:
+            assert source.rewards["correct"] > 0 and source.length.linear > 0, source.name
+        assert source.kl_coef > 0 or source.name in MATHEMATICS, source.name

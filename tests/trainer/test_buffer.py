@@ -91,6 +91,19 @@ def test_groups_train_in_prompt_order_within_the_lag(
     assert discarded == expected
 
 
+def test_a_step_waits_only_for_its_groups() -> None:
+    one = buffer(batch=2, max_lag=1)
+    first, second, third, fourth = fill(one)
+    assert one.awaited() == [first, second]
+    for number in (second, third, fourth):
+        one.arrived(number, finished(f"g{number}"))
+    assert not one.ready() and one.awaited() == [first]
+    one.arrived(first, finished(f"g{first}", versions=(0, 3)))
+    names = [[group.group.prompt.prompt_id for group in one.take().groups] for _ in range(2)]
+    assert names == [["g1", "g2"], ["g3", "g4"]]
+    assert one.awaited() == []
+
+
 @pytest.mark.parametrize(
     ("correct", "rewards", "by", "reason"),
     [

@@ -117,7 +117,7 @@ class _Display:
 
     def _open_live(self) -> Any:
         try:
-            from rich.console import Console  # noqa: PLC0415  (see above)
+            from rich.console import Console  # noqa: PLC0415  (only on a terminal)
             from rich.live import Live  # noqa: PLC0415
             from rich.spinner import Spinner  # noqa: PLC0415
             from rich.text import Text  # noqa: PLC0415

@@ -441,6 +441,7 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "skipping 0": skipping(0),
         "without signal": without_signal(3),
         **{f"skipping {stage} bfloat16": skipping(stage, bfloat16=True) for stage in (1, 3)},
+        "skipping 2 offloaded": skipping(2, bfloat16=True, offload_optimizer=True),
         **{f"apart {stage}": apart(stage) for stage in (0, 2)},
         "apart 1 bfloat16": apart(1, bfloat16=True),
         "apart 3 offloaded": apart(3, offload_optimizer=True),

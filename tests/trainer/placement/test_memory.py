@@ -229,6 +229,18 @@ def test_deepseek_v32_is_planned_as_by_hand(nodes: int, fits: bool) -> None:
     assert planned.engine.parts["experts to quantize"] == (2 + 3 / 8) * experts / 58
 
 
+def test_engine_on_several_nodes_waits_for_their_network() -> None:
+    config = recipe(rollout={"tensor_parallel": 16, "max_num_seqs": 4})
+    facts = replace(DENSE, parameters=100_000_000_000)  # else the host is slower
+    wide, narrow = (
+        step_time(config, facts, micro_batches=1, spec=GpuSpec(node_gpus=gpus)) for gpus in (16, 8)
+    )
+    sums, size = 2 * 10, 2 * 2 * 1000 / (8 * 50e9)  # per layer two sums; seconds per token
+    slower = (narrow.decode - wide.decode) / config.rollout.sampling.max_tokens
+    assert slower == pytest.approx(16 * sums * (50e-6 + 4 * size))  # 64 completions in 16 waves
+    assert narrow.prefill - wide.prefill == pytest.approx(sums * (2 * 50e-6 + 8000 * size))
+
+
 def test_what_does_not_fit_is_refused_by_name() -> None:
     for config, gib in ((recipe(), 4), (recipe(ranks=8, zero_stage=1), 8)):
         with pytest.raises(DoesNotFit):
