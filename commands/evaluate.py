@@ -62,6 +62,8 @@ class _SampledPolicy:
     identity: str
     """Identifies the policy in saved results, so that results of different policies are not
     mixed."""
+    label: str
+    """What is sampled from, to show to the user."""
     name: str
     """Name of the results folder."""
     text: str
@@ -110,7 +112,7 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
         for variant in variants:
             _check_prompts_fit(policy.config, variant, sets, policy.count_tokens)
     with EvaluationFolder(config, policy.identity, policy.name) as out:
-        print(f"{policy.text}\nsampling with {policy.identity}", flush=True)
+        print(f"{policy.text}\nsampling with {policy.label}", flush=True)
         with policy.running(out.path) as (runtime, stop):
             for variant in variants:
                 if not stop():
@@ -187,7 +189,7 @@ def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
     policy = _choose_policy(recipe, overrides, "filter.checkpoint", config.filter.checkpoint)
     with FilterFolder(config, policy.dataset.train.sources, policy.identity) as out:
         if prompts := out.waiting:
-            print(f"{policy.text}\n{len(prompts):,} prompts to sample, with {policy.identity}")
+            print(f"{policy.text}\n{len(prompts):,} prompts to sample, with {policy.label}")
             with policy.running(out.path) as (runtime, stop):
                 _sample_prompts(
                     runtime,
@@ -273,6 +275,7 @@ def _choose_policy(
         config=task.config,
         dataset=task.dataset,
         identity=(source or "the base model") + suffix,
+        label=(source or f"model.path = {task.config.model.path}") + suffix,
         name=path.name if path else "base",
         text=task.text(trains=False),
         sampling=sampling,
@@ -325,10 +328,12 @@ def _endpoint_policy(config: Config) -> _SampledPolicy:
             yield remote
 
     lines = [*source_lines(config, dataset), *(f"{name}: {note}" for name, note in notes.items())]
+    identity = f"{endpoint.model} at {endpoint.base_url}"
     return _SampledPolicy(
         config=config,
         dataset=dataset,
-        identity=f"{endpoint.model} at {endpoint.base_url}",
+        identity=identity,
+        label=identity,
         name=re.sub(r"[^\w+-]+", "-", endpoint.model).strip("-") or "endpoint",
         text="\n".join(lines),
         sampling=sampling,

@@ -208,6 +208,8 @@ def _open_chat(folder: Path | None, url: str, *, gpu: bool) -> Iterator[_ChatSes
         try:
             name = client.models.list().data[0].id
         except (openai.OpenAIError, IndexError) as error:
+            if folder is not None:
+                raise RuntimeError(f"the server of {folder} does not answer: {error}") from error
             why = "give the address of a server, which ends in /v1"
             raise ConfigError(f"--url {url}: {error}; {why}") from error
         yield _ChatSession(client, name)

@@ -96,10 +96,10 @@ class Config(Section):
             self._check_invariant()
         if self.model.lora.enabled:
             rule = "must be at most {} with model.lora"
+            for name in ("hpz_partition_size", "expert_parallel"):
+                ok = getattr(self.trainer, name) == 1
+                self.require(ok, f"trainer.{name}", rule.format(1))
             self.require(self.trainer.zero_stage <= 2, "trainer.zero_stage", rule.format(2))
-            self.require(
-                self.trainer.expert_parallel == 1, "trainer.expert_parallel", rule.format(1)
-            )
         if self.model.path == TINY_MODEL:
             self._check_tiny()
         for source in self.data.sources:
@@ -168,6 +168,7 @@ class Config(Section):
             ("trainer.share_prompts", self.trainer.share_prompts, False),
             ("trainer.keep_attention", self.trainer.keep_attention, False),
             ("trainer.attention_kernels", kernels, kernels.replace("flash4", "torch")),
+            ("trainer.hpz_partition_size", self.trainer.hpz_partition_size, 1),
             ("trainer.zero_stage", self.trainer.zero_stage, min(2, self.trainer.zero_stage)),
         ):
             rule = f"must be {expected} with model.batch_invariant"

@@ -21,6 +21,7 @@ from keel.configs.schema import (
     JudgeConfig,
     JudgeServerConfig,
     LengthConfig,
+    LoraConfig,
     ModelConfig,
     RewardsConfig,
     RolloutConfig,
@@ -170,6 +171,15 @@ def test_training_sources_need_a_gradient() -> None:
     DataConfig(sources=(SUMS, idle), train_on=("sums",))
 
 
+SECOND_COPY = {"ranks": 2, "zero_stage": 3, "hpz_partition_size": 2}
+
+
+def test_lora_has_no_second_copy_of_parameters() -> None:
+    adapters = ModelConfig(path="a/model", lora=LoraConfig(rank=4))
+    with pytest.raises(ConfigError, match=r"^trainer\.hpz_partition_size = 2: .*model\.lora"):
+        config(model=adapters, trainer=TrainerConfig(**SECOND_COPY))
+
+
 def test_batch_invariance_refuses_other_orders() -> None:
     invariant = config(model=ModelConfig(path="a/model", batch_invariant=True))
     for section, knob, options in (
@@ -179,6 +189,7 @@ def test_batch_invariance_refuses_other_orders() -> None:
         (RolloutConfig, "rollout.tensor_parallel", {"tensor_parallel": 2}),
         (TrainerConfig, "trainer.sequence_parallel", {"ranks": 2, "sequence_parallel": 2}),
         (TrainerConfig, "trainer.compile", {"compile": True}),
+        (TrainerConfig, "trainer.hpz_partition_size", SECOND_COPY),
         (TrainerConfig, "trainer.zero_stage", {"zero_stage": 3}),
         (TrainerConfig, "trainer.share_prompts", {"share_prompts": True}),
         (TrainerConfig, "trainer.keep_attention", {"keep_attention": True}),

@@ -162,10 +162,15 @@ def check_trainer(config: Config, facts: ModelFacts, spec: GpuSpec, *, gpu: bool
             f"({facts.moe_layers} layers), and engine and trainer would choose different experts. "
             "Switch it on"
         )
-    if trainer.attention_kernels == "flash4" and not (gpu and spec.flash4 and facts.head_size):
+    if trainer.attention_kernels == "flash4" and not facts.head_size:
+        raise ConfigError(
+            "trainer.attention_kernels = 'flash4': not for the latent attention of "
+            f"{facts.architecture} (model.path = {name!r}). Leave it out"
+        )
+    if trainer.attention_kernels == "flash4" and not (gpu and spec.flash4):
         raise ConfigError(
             "trainer.attention_kernels = 'flash4': FlashAttention-4 needs a Hopper or Blackwell "
-            f"GPU, not {spec.name if gpu else 'a CPU'}, and no latent attention. Leave it out"
+            f"GPU, not {spec.name if gpu else 'a CPU'}. Leave it out"
         )
     if trainer.attention == "warm-up" and not facts.index_top_k:
         raise ConfigError(
