@@ -11,7 +11,7 @@ import shutil
 import textwrap
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,7 @@ from keel.configs.diff import is_resumable
 from keel.configs.distillation import DistillConfig
 from keel.configs.paths import HARDWARE, RECIPES, shipped_recipes, suggest_recipe
 from keel.configs.schema import AUTO, AUTO_KNOBS, Config
-from keel.configs.sections.base import ConfigError
+from keel.configs.sections.base import ConfigError, Section
 from keel.configs.synthesis import SynthesisConfig, affects_tasks
 
 _Recipe = Literal["train", "distill", "synthesize"]
@@ -237,6 +237,8 @@ def _kind(hint: Any) -> str:
         return f"list[{_kind(inner[0])}]"
     if origin is not None:
         return f"dict[str, {_kind(inner[1])}]"
+    if is_dataclass(hint):
+        return cast(type[Section], hint).PATH
     return "null" if hint is NoneType else hint.__name__
 
 
