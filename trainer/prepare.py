@@ -129,7 +129,7 @@ def prepare(
     raw = all(source.raw for source in config.data.sources)
     model = plan_model(config, open_knobs, hardware, chats=not raw)
     config, tokenizer, facts, gpu = model.config, model.tokenizer, model.facts, model.gpu
-    check_engine(config, facts, gpu=gpu)
+    check_engine(config, facts, gpu=gpu, fp8=model.hardware.fp8)
     cold_start = config.model.path == TINY_MODEL and config.model.tiny.cold_start.steps
     if cold_start and not config.endpoint.base_url:
         taught_sources(config.data.sources)

@@ -51,9 +51,9 @@ def check_model_type(config: Config, model_type: str) -> None:
         )
 
 
-def check_engine(config: Config, facts: ModelFacts, *, gpu: bool) -> None:
+def check_engine(config: Config, facts: ModelFacts, *, gpu: bool, fp8: bool = True) -> None:
     """Check that vLLM supports the model's attention, unless an endpoint serves it, and that
-    training uses sparse attention if the engines do."""
+    training uses sparse attention if the engines do. `fp8` says if the GPUs have FP8 units."""
     knob, wide = f"model.path = {config.model.path!r}", config.rollout.tensor_parallel
     if facts.architecture == _SPARSE_ATTENTION:
         if config.trainer.attention != "sparse":
@@ -84,7 +84,7 @@ def check_engine(config: Config, facts: ModelFacts, *, gpu: bool) -> None:
             f"{facts.experts} experts of a layer"
         )
     if config.rollout.quantization:
-        _check_quantization(config, facts, gpu=gpu)
+        _check_quantization(config, facts, fp8=gpu and fp8)
     if not gpu and wide > 1:
         raise ConfigError(
             f"rollout.tensor_parallel = {wide}: on a CPU an engine is one process. Set it to 1"
@@ -97,10 +97,12 @@ def check_engine(config: Config, facts: ModelFacts, *, gpu: bool) -> None:
         )
 
 
-def _check_quantization(config: Config, facts: ModelFacts, *, gpu: bool) -> None:
+def _check_quantization(config: Config, facts: ModelFacts, *, fp8: bool) -> None:
     rollout, knob = config.rollout, "rollout.quantization = 'fp8'"
-    if not gpu:
-        raise ConfigError(f"{knob}: needs a GPU. Leave it out")
+    if not fp8:
+        raise ConfigError(
+            f"{knob}: needs a GPU with FP8 units (Ada, Hopper or newer). Leave it out"
+        )
     if facts.hidden_size % _FP8_BLOCK:
         raise ConfigError(
             f"{knob}: the hidden size of {facts.architecture}, {facts.hidden_size}, must be a "

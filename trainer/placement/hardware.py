@@ -168,6 +168,7 @@ class Hardware:
     nodes: tuple[Node, ...] = ()  # the nodes that have GPUs, in their current state
     gpu_gib: float = 0.0  # memory per GPU in GiB, or 0 if unknown
     gpu_name: str = ""  # GPU name reported by the driver, or an empty string if unknown
+    fp8: bool = True  # False if the detected GPUs have no FP8 units
     found: bool = True  # True if the hardware was detected on this machine or on the cluster
     note: str = ""  # the source of this information
     missing: str = ""

@@ -69,6 +69,7 @@ _RAY_SETTINGS = {
     "RAY_task_events_report_interval_ms": "0",  # 5 KB in the GCS for each call of an actor
     "RAY_prestart_worker_first_driver": "0",  # only tasks would use such processes
 }
+_FP8_GPUS = (8, 9)  # least compute capability of GPUs with FP8 units
 _GRANT_S = 5.0  # plan again if Ray has not granted a group by then: the GPUs may be taken
 _POLL_S = 0.5
 _DOWNLOAD_S = 24 * 3600.0
@@ -211,6 +212,7 @@ def detect_hardware(config: Config) -> Hardware:
         nodes=tuple(nodes),
         gpu_gib=size,
         gpu_name=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "",
+        fp8=not torch.cuda.is_available() or torch.cuda.get_device_capability(0) >= _FP8_GPUS,
         note=f"the cluster at {address}" if address else "this machine",
     )
 

@@ -127,10 +127,11 @@ CASES: list[tuple[Callable[..., None], Config, dict[str, Any], dict[str, Any]]] 
 ]
 
 
-def test_quantised_engines_need_a_gpu() -> None:
+@pytest.mark.parametrize("hardware", [{"gpu": False}, {"gpu": True, "fp8": False}])
+def test_quantised_engines_need_a_gpu_with_fp8_units(hardware: dict[str, bool]) -> None:
     config = with_rollout(quantization="fp8")
-    with pytest.raises(ConfigError, match=r"rollout\.quantization = 'fp8': needs a GPU"):
-        check_engine(config, replace(DENSE, **BLOCKS), gpu=False)
+    with pytest.raises(ConfigError, match=r"rollout\.quantization = 'fp8': needs a GPU with FP8"):
+        check_engine(config, replace(DENSE, **BLOCKS), **hardware)
 
 
 @pytest.mark.parametrize(("size", "suits"), [(128, True), (192, False)])
