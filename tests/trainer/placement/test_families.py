@@ -248,3 +248,13 @@ def test_hybrid_models_share_no_prompts() -> None:
     assert "state" in no_sharing_reason(recipe, facts)
     with pytest.raises(ConfigError, match="share_prompts = true: the state"):
         check_trainer(recipe, facts, GpuSpec(), gpu=False)
+
+
+def test_flash4_is_refused_without_its_gpu_or_heads() -> None:
+    config = replace(with_model(), trainer=TrainerConfig(attention_kernels="flash4"))
+    hopper = GpuSpec(name="NVIDIA H200", flash4=True)
+    check_trainer(config, DENSE, hopper, gpu=True)
+    with pytest.raises(ConfigError, match="latent attention of Qwen3ForCausalLM"):
+        check_trainer(config, replace(DENSE, head_size=0), hopper, gpu=True)
+    with pytest.raises(ConfigError, match="Hopper or Blackwell GPU, not a CPU"):
+        check_trainer(config, DENSE, hopper, gpu=False)
