@@ -161,9 +161,9 @@ def _without_auto(tree: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[st
     rest, auto = dict(tree), set[str]()
     for knob in AUTO_KNOBS:
         section, _, name = knob.partition(".")
-        knobs: Any = rest.get(section, {})
-        if isinstance(knobs, dict) and knobs.get(name, AUTO) == AUTO:
-            rest[section] = {k: v for k, v in cast(dict[str, Any], knobs).items() if k != name}
+        knobs = rest.get(section, {})
+        if isinstance(knobs, dict) and _mapping(knobs).get(name, AUTO) == AUTO:
+            rest[section] = {k: value for k, value in _mapping(knobs).items() if k != name}
             auto.add(knob)
     for knob, value in _smallest_valid(rest).items():
         section, _, name = knob.partition(".")
@@ -226,9 +226,10 @@ def _with_defaults(section: type[Section], tree: dict[str, Any]) -> dict[str, An
     hints, complete = knob_types(section), dict(tree)
     for field in fields(section):
         inner = section_type(hints[field.name])
-        value = tree.get(field.name, {} if field.default_factory is not MISSING else None)
+        value: Any = tree.get(field.name, {} if field.default_factory is not MISSING else None)
+        knobs = _mapping(value)
         if inner is not None and inner is hints[field.name] and isinstance(value, dict):
-            complete[field.name] = _with_defaults(inner, cast(dict[str, Any], value))
+            complete[field.name] = _with_defaults(inner, knobs)
         elif field.name not in tree and inner is None and field.default is not MISSING:
             auto = f"{section.PATH}.{field.name}" in AUTO_KNOBS
             default: Any = AUTO if auto else field.default

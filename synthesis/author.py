@@ -229,7 +229,8 @@ def _parse_completion(text: str) -> tuple[Parsed, tuple[int, int]]:
     body = replace_surrogates(json.loads(text))
     choice = body["choices"][0]
     message = choice["message"]
-    functions = [(call, call.get("function") or {}) for call in message.get("tool_calls") or ()]
+    calls: Sequence[Any] = message.get("tool_calls") or ()
+    functions: Sequence[Any] = [call.get("function") or {} for call in calls]
     reply = Parsed(
         content=str(message.get("content") or ""),
         reasoning="",
@@ -240,7 +241,7 @@ def _parse_completion(text: str) -> tuple[Parsed, tuple[int, int]]:
                 str(function.get("name") or ""),
                 str(function.get("arguments") or "{}"),
             )
-            for call, function in functions
+            for call, function in zip(calls, functions, strict=True)
         ),
     )
     usage: Mapping[str, int | None] = body.get("usage") or {}

@@ -77,7 +77,7 @@ class Section:
 
     def __init_subclass__(cls, path: str | None = None) -> None:
         if path is not None:  # `dataclass(slots=True)` makes the class again, without arguments
-            cls.PATH = path
+            cls.PATH = path  # pyright: ignore[reportConstantRedefinition]
 
     def full_path(self) -> str:
         return self.PATH

@@ -25,7 +25,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -135,9 +135,12 @@ class _CodeTask(RewardSpec):
 
     def limits(self, settings: CodeConfig) -> Limits:
         """Return the resource limits: those in `settings`, unless the task sets its own."""
-        limits = {each.name: getattr(settings, each.name) for each in fields(Limits)}
-        own = {"time_s": self.time_limit_s, "memory_mib": self.memory_mib}
-        return Limits(**limits | {name: v for name, v in own.items() if v is not None})
+        limits = Limits(**{each.name: getattr(settings, each.name) for each in fields(Limits)})
+        if self.time_limit_s is not None:
+            limits = replace(limits, time_s=self.time_limit_s)
+        if self.memory_mib is not None:
+            limits = replace(limits, memory_mib=self.memory_mib)
+        return limits
 
     @cached_property
     def shares(self) -> Mapping[str, float]:

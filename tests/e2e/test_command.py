@@ -154,7 +154,7 @@ def check_report(folder: Path, *, resumed: int, steps: int) -> None:
     assert events[-1] == ("resume", resumed)
     assert {group.step for group in run.groups} == set(range(1, steps + 1))
     for step in (1, resumed + 1):  # whose engines had exactly the trainer's weights
-        chunk = chunks[f"step_{step:06d}.tokens.jsonl.gz"].data()
+        chunk = chunks[f"step_{step:06d}.tokens.jsonl.gz"].read()
         sampled = [
             part
             for group in map(json.loads, gzip.decompress(chunk).splitlines())

@@ -45,7 +45,7 @@ def short_of_memory(worker: Any) -> None:
     def accumulate(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    worker.engine._accumulate = accumulate
+    worker.engine._forward_backward = accumulate
 
 
 def test_run_uses_the_ranks_that_fit(

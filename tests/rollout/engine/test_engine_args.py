@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from keel.model.load import LOAD_FORMAT
-from keel.rollout.spec import EngineSpec
+from keel.rollout.spec import EngineSpec, env_vars
 from tests.forked import forked_from
 from tests.model.quantised import set_block
 from tests.rollout.remote_engine import DEADLINE_S, engine_spec
@@ -60,8 +60,10 @@ def _quantized(args: Any) -> list[str]:
     return [name for name in LAYERS if config.resolve_quant_method_cls(LinearBase, name)]
 
 
-def test_quantization_and_whole_experts(tmp_path: Path) -> None:
+def test_quantization_and_whole_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(tmp_path)
+    for name, value in env_vars(engine_spec(tmp_path).config, gpu=False).items():
+        monkeypatch.setenv(name, value)  # the server of other engines may start here
     context = forked_from("tests.rollout.preloaded")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
 

@@ -88,7 +88,13 @@ class Conversations:
 
     def ask(self) -> list[TurnRequest]:
         requests = [
-            record.request(f"{self.tag}{i}", max_tokens=TOKENS, seed=100 * i + record.turns)
+            TurnRequest(
+                conversation=f"{self.tag}{i}",
+                token_ids_T=np.array(record.ids, np.int32),
+                max_tokens=TOKENS,
+                seed=100 * i + record.turns,
+                routes_from=record.routed_tokens,
+            )
             for i, record in enumerate(self.records)
         ]
         self.asked += requests
