@@ -226,14 +226,14 @@ def _with_defaults(section: type[Section], tree: dict[str, Any]) -> dict[str, An
     hints, complete = knob_types(section), dict(tree)
     for field in fields(section):
         inner = section_type(hints[field.name])
-        value: Any = tree.get(field.name, {} if field.default_factory is not MISSING else None)
-        knobs = _mapping(value)
+        value = tree.get(field.name, {} if field.default_factory is not MISSING else None)
         if inner is not None and inner is hints[field.name] and isinstance(value, dict):
-            complete[field.name] = _with_defaults(inner, knobs)
+            complete[field.name] = _with_defaults(inner, cast(dict[str, Any], value))
         elif field.name not in tree and inner is None and field.default is not MISSING:
             auto = f"{section.PATH}.{field.name}" in AUTO_KNOBS
             default: Any = AUTO if auto else field.default
-            complete[field.name] = list(default) if isinstance(default, tuple) else default
+            many = isinstance(default, tuple)
+            complete[field.name] = list(cast(Sequence[Any], default)) if many else default
     return complete
 
 

@@ -162,8 +162,9 @@ def call_function() -> None:
     verdict: dict[str, Any] = {"answer": result}
     if not isinstance(result, str):
         parts, facts = cast("Any", result if isinstance(result, tuple) else (result, {}))
-        scores = parts if isinstance(parts, dict) else {"correct": float(parts)}
-        verdict = {"parts": scores, "facts": facts}
+        verdict = {"parts": parts, "facts": facts}
+        if not isinstance(parts, dict):
+            verdict["parts"] = {"correct": float(parts)}
     with open(os.environ["KEEL_VERDICT"], "w", encoding="utf-8") as file:
         json.dump(verdict, file, default=str)
 
