@@ -44,7 +44,6 @@ LAYOUT_KNOBS = frozenset(
         "rollout.time_share",
         "trainer.activation_checkpointing",
         "trainer.compile",
-        "trainer.hpz_partition_size",
         "trainer.keep_attention",
         "trainer.micro_batch_tokens",
         "trainer.offload_optimizer",

@@ -29,8 +29,7 @@ class TrainerConfig(Section, path="trainer"):
     hpz_partition_size: int = knob(1, ge=1)
     """With `zero_stage` 3: number of consecutive ranks, all on one node, that share a second copy
     of the parameters (hpZ of ZeRO++). Only the first gather after an update then crosses nodes.
-    Must divide `ranks`. 1: no second copy. auto: the ranks of a node if that is faster and fits; 1
-    on a CPU."""
+    Must divide `ranks`. 1: no second copy."""
     expert_parallel: int = knob(1, ge=1)
     """Number of ranks to spread the experts of a layer over. Must divide `ranks` and the number of
     experts."""

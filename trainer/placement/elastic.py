@@ -42,7 +42,6 @@ _THREADS = 32
 _MAX_LAYOUTS = 64
 """Maximum number of smaller configs to try, largest first. Each can take seconds."""
 _RANKS, _ENGINES = "trainer.ranks", "rollout.engines"
-_HPZ = "trainer.hpz_partition_size"
 _REMEDY = (
     f"Lower {_RANKS}, which a resumed run may do, or set trainer.min_ranks to continue with the "
     "ranks that fit"
@@ -199,8 +198,6 @@ class ElasticLayouts:
         open_knobs, sizes = frozenset(self._chosen), frozenset({_RANKS, _ENGINES})
         if self.oom_recovery.times:
             open_knobs -= {f"trainer.{name}" for name in _REDUCED_KNOBS}
-        if _HPZ in open_knobs:  # chosen again, as it must divide the number of ranks
-            whole = with_values(whole, {_HPZ: 1})
         smaller = _smaller_configs(whole, self._min_ranks, gpus=gpus)
         candidates = ((config, open_knobs - sizes) for config in smaller)
         if sizes <= open_knobs and hardware.nodes:

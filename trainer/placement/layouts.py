@@ -267,16 +267,8 @@ class LayoutSearch:
                 stages = {"float32": (0,), "bfloat16": (1,), "float16": (1, 2)}[model.dtype]
             pairs += [(away, max(stage, int(away))) for stage in stages]
         sharded = not (model.batch_invariant or model.lora.enabled) or zero not in self.open_knobs
-        largest = max(node.gpus for node in self.hardware.nodes)
-        # A second copy of the parameters on each node, if ranks take several.
-        shares = math.gcd(ranks, largest) if ranks > largest and trainer.expert_parallel == 1 else 1
         return self._options(
-            *(
-                {zero: stage, offload: away, "trainer.hpz_partition_size": size}
-                for away, stage in pairs
-                for size in dict.fromkeys((1, shares if stage == 3 else 1))
-                if stage < 3 or sharded
-            )
+            *({zero: stage, offload: away} for away, stage in pairs if stage < 3 or sharded)
         )
 
     def _micro_batches(self, ranks: int) -> list[Values]:

@@ -183,15 +183,6 @@ def test_choices(
     assert {knob: values[knob] for knob in expected} == expected
 
 
-@pytest.mark.parametrize(("gib", "size"), [(139.0, 8), (70.0, 1)])
-def test_parameters_are_copied_to_every_node_if_that_fits(gib: float, size: int) -> None:
-    nodes = Hardware(gpu=True, nodes=tuple(idle_nodes(4, 8)), gpu_gib=gib)
-    values = {"trainer.ranks": 16, "trainer.zero_stage": 3, "rollout.tensor_parallel": 2}
-    config = with_values(recipe(prompts_per_step=256), values)
-    choice = choose(config, LAYOUT_KNOBS - set(values), facts("30b-a3b"), nodes)
-    assert choice.values["trainer.hpz_partition_size"] == size
-
-
 def test_copy_of_parameters_is_not_split_over_nodes() -> None:
     nodes = Hardware(gpu=True, nodes=tuple(idle_nodes(2, 8)), gpu_gib=139.0)
     values = {"trainer.ranks": 12, "trainer.zero_stage": 3, "trainer.hpz_partition_size": 12}
@@ -352,29 +343,6 @@ def test_engines_share_gpus_if_that_keeps_enough_ranks(halved: Cluster) -> None:
     assert not halved.begun(layouts).rollout.colocated
     config = layouts.next()
     assert (config.trainer.ranks, config.rollout.engines, config.rollout.colocated) == (4, 4, True)
-
-
-def test_elastic_run_chooses_its_hpz_partition_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nodes = idle_nodes(4, 8)
-    cluster = Cluster(lambda _: nodes[:2], tmp_path, monkeypatch)
-    hardware = Hardware(gpu=True, nodes=tuple(nodes), gpu_gib=139.0)
-    values = {"trainer.ranks": 16, "trainer.min_ranks": 9, "trainer.zero_stage": 3}
-    values["rollout.tensor_parallel"] = 2
-    config = with_values(recipe(prompts_per_step=256), values)
-    choice = choose(config, LAYOUT_KNOBS - set(values), facts("30b-a3b"), hardware)
-    assert choice.values["trainer.hpz_partition_size"] == 8
-    layouts = ElasticLayouts(
-        choice.config,
-        facts=facts("30b-a3b"),
-        hardware=hardware,
-        chosen=choice.values,
-        say=cluster.said.append,
-    )
-    layouts.oom_recovery.folder = tmp_path
-    trainer = layouts.next().trainer
-    assert trainer.ranks == 10 and trainer.ranks % trainer.hpz_partition_size == 0
 
 
 def test_engine_is_not_split_over_more_nodes_than_needed(
