@@ -229,7 +229,8 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnResult:
-    """The R tokens sampled in a turn, along with the data the trainer needs."""
+    """The R tokens sampled in a turn, or for a completion of a group, along with the data the
+    trainer needs."""
 
     token_ids_R: NDArray[np.int32]
     logp_old_R: NDArray[np.float32]

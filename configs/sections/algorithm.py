@@ -95,6 +95,8 @@ class AlgorithmConfig(Section, path="algorithm"):
                 "probability ratios need the sampling masks. Switch it on, or sample with top_p: 1 "
                 "and top_k: 0"
             )
+        rule = "must not be 1: greedy completions carry no gradient"
+        require(sampling.top_k != 1, "rollout.sampling.top_k", sampling.top_k, rule)
         require(
             self.kept_mass_coef == 0 or (sampling.top_p < 1 and self.keep_sampling_mask),
             "algorithm.kept_mass_coef",

@@ -97,8 +97,8 @@ class VllmEngine:
         self._routes = spec.keep_routing and is_moe(text)
         self._masks = spec.keep_sampling_mask
         # Contexts of at most this many tokens are attended to whole.
-        top_k = getattr(text, "index_topk", 0)
-        self._selection = spec.keep_selection and 0 < top_k < spec.max_model_len
+        index_top_k = getattr(text, "index_topk", 0)
+        self._selection = spec.keep_selection and 0 < index_top_k < spec.max_model_len
         name = recorder_name(spec.config, gpu=not cpu, full_attention=full_attention(text))
         if self._selection and name != "native":
             raise ValueError(

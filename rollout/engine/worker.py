@@ -160,7 +160,7 @@ class EngineThread:
         """Receive weights from the trainer rank and load them. The engine is unusable after an
         error, such as a TimeoutError or, for an unknown or missing tensor, a ValueError."""
         assert self._inbox is not None
-        method = ""
+        method = ""  # named by `keel.weights.sender`, such as begin_update
         while method != "finish_update":
             method, *args = self._inbox.next()
             getattr(self, method)(*args)

@@ -171,6 +171,12 @@ def test_training_sources_need_a_gradient() -> None:
     DataConfig(sources=(SUMS, idle), train_on=("sums",))
 
 
+def test_greedy_sampling_is_refused_in_training() -> None:
+    greedy = SamplingConfig(top_k=1)
+    with pytest.raises(ConfigError, match=r"^rollout\.sampling\.top_k = 1: "):
+        config(rollout=RolloutConfig(sampling=greedy))
+
+
 SECOND_COPY = {"ranks": 2, "zero_stage": 3, "hpz_partition_size": 2}
 
 
