@@ -90,8 +90,15 @@ _ENGINE: Any = None
 _WATCH = Watch()
 
 
-def _start(spec: EngineSpec, blocks: int | None, kind: Kind, amx: bool | None) -> None:
+def _start(
+    spec: EngineSpec,
+    blocks: int | None,
+    kind: Kind,
+    amx: bool | None,
+    environment: Mapping[str, str],
+) -> None:
     global _ENGINE
+    os.environ.update(environment)  # a forked process has that of its server
     if amx is not None:
         torch.cpu._is_amx_tile_supported = lambda: amx
     # Keeps vLLM out of the pytest process.
@@ -327,12 +334,13 @@ def running_engine(
     packed recorder's scheduler. `amx` overrides vLLM's AMX detection."""
     saved = dict(os.environ)
     # torch and vLLM read these on import.
-    os.environ.update(env_vars(spec.config, gpu=gpu) | dict(variables or {}))
+    environment = env_vars(spec.config, gpu=gpu) | dict(variables or {})
+    os.environ.update(environment)
     # Forking from a process with the imports saves seconds for each engine.
     forked = not (gpu or variables)
     context = forked_from("tests.rollout.preloaded") if forked else get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
-        started = process.submit(_start, spec, blocks, kind, amx)
+        started = process.submit(_start, spec, blocks, kind, amx, environment)
         os.environ.clear()
         os.environ.update(saved)
         started.result(timeout=DEADLINE_S)
