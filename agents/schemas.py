@@ -53,7 +53,7 @@ def _compile_schemas(text: str) -> dict[str, Any]:
             allowed = "1 to 64 letters, digits, '_', '-' and '.'"
             raise ValueError(f"tool {name!r}: a name must be {allowed}")
         if name in validators:
-            raise ValueError(f"tool {name}: there are two of that name")
+            raise ValueError(f"tool {name}: two tools have this name")
         try:
             validators[name] = _validator(parameters)
         except ValueError as error:

@@ -87,7 +87,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     tied: bool = True
-    """Whether the head is the embedding."""
+    """True if the output layer shares the embedding's weights."""
     max_context: int = 4096
     initializer_range: float = 0.02
     """Standard deviation of the initial weights. Narrow models need a larger value, because

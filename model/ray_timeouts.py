@@ -272,8 +272,8 @@ def create(
 
 
 def exit_with_raylet() -> None:
-    """End this process within a second of its raylet if it is an actor's. Ray's own check sleeps on
-    if the wall clock is set back."""
+    """Exit soon after the raylet that started this actor. Ray's own check may come hours late if
+    the wall clock is set back. Does nothing outside of actors."""
     raylet = os.getppid()
 
     def wait_for_exit() -> None:

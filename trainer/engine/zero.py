@@ -206,8 +206,8 @@ def clipped_apart(module: nn.Module) -> Set[nn.Parameter]:
 
 
 def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> str:
-    """Use FlashAttention-4 if the recipe allows it. Returns a warning, or "", if the package cannot
-    be used. Raises RuntimeError if the recipe requires FlashAttention-4 but it can't be used."""
+    """Use FlashAttention-4 if the recipe allows it. Returns "", or a warning that the package
+    cannot be used. Raises RuntimeError instead of warning if the recipe requires it."""
     trainer, longest = config.trainer, config.max_context
     flash4.restore_torch_kernels()  # an earlier engine's
     if config.model.batch_invariant or not trainer.flash4(longest) or device.type != "cuda":
