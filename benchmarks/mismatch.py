@@ -189,7 +189,7 @@ def scores(
     network.replays_selections = replay == "everything"  # the selections of sparse attention
     if arm.compiled:
         compile_layers(network.model)
-    (plan,) = plan_packing([unscored(g) for g in groups], ranks=1, micro_batch_tokens=8192)
+    (plan,) = plan_packing([unscored(g) for g in groups], replicas=1, micro_batch_tokens=8192)
     batch = plan.pack()
 
     parts: list[tuple[Any, ...]] = []

@@ -1,6 +1,6 @@
-"""Pack scored trajectories into micro-batches so that all ranks process about the same number of
-tokens. `plan_packing` decides on the driver which trajectories go where, and each rank builds its
-own micro-batches with `PackPlan.pack`."""
+"""Pack scored trajectories into micro-batches so that all data-parallel replicas process about the
+same number of tokens. `plan_packing` decides on the driver which trajectories go where, and each
+rank builds the micro-batches of its replica with `PackPlan.pack`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.rl.prefix_sharing import PackItem, PrefixGroup, Share, arrange, split_long
+from keel.rl.prefix_sharing import MicroBatchPlan, PackItem, PrefixGroup, arrange, split_long
 from keel.rl.types import NO_ROUTE, Recordings, SamplingMasks, ScoredGroup, Segment
 
 T = TypeVar("T", bound=np.generic)
@@ -172,24 +172,25 @@ _PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """One rank's micro-batches for an optimizer step. Every rank has the same number of them."""
+    """One data-parallel replica's micro-batches for an optimizer step. Every replica has the same
+    number of them."""
 
     micro_batches: tuple[MicroBatch, ...]
     total_sequences: int
-    """Number of trajectories in the whole optimizer step, over all ranks. It is the denominator in
-    Eq. 8."""
+    """Number of trajectories in the whole optimizer step, over all replicas. It is the denominator
+    in Eq. 8."""
     total_tokens: int = 0
     """Number of tokens in the whole optimizer step, without padding, or 0 if unknown. It is the
     denominator of the indexer's loss (`keel.model.sparse`)."""
     split_sequences: int = 0
-    """P, the number of trajectories that span several micro-batches, over all ranks."""
+    """P, the number of trajectories that span several micro-batches, over all replicas."""
     scored_first: tuple[MicroBatch, ...] = ()
     """Micro-batches to score without gradient before training on `micro_batches`. They contain the
     segments of split trajectories that the sequence mask may drop, because the mask depends on the
-    whole trajectory (`keel.rl.offpolicy.GapTotals`). All ranks have the same number."""
+    whole trajectory (`keel.rl.offpolicy.GapTotals`). All replicas have the same number."""
     signal: bool = True
     """True if the loss of the whole optimizer step has a gradient, because at least one group on
-    any rank has a nonzero advantage or a KL term."""
+    any replica has a nonzero advantage or a KL term."""
 
     def __post_init__(self) -> None:
         _require(len(self.micro_batches) > 0, "train batch: micro_batches is empty")
@@ -225,7 +226,7 @@ def split_updates(groups: Sequence[ScoredGroup], updates: int) -> list[list[Scor
 def plan_packing(
     groups: Sequence[ScoredGroup],
     *,
-    ranks: int,
+    replicas: int,
     micro_batch_tokens: int,
     skip_uniform_groups: bool = False,
     sequence_mask: bool = True,
@@ -233,15 +234,15 @@ def plan_packing(
     watched: Sequence[Segment] = (),
     references: Mapping[str, int] | None = None,
 ) -> list[PackPlan]:
-    """Divide the groups of one optimizer step among the ranks. A micro-batch holds at most
-    `micro_batch_tokens` tokens. A longer segment gets its own micro-batch. All ranks have the same
-    number of micro-batches, so that their collectives match. Ranks with too few are given extra
-    micro-batches that contain a single untrained token. The same `groups` always give the same
-    result.
+    """Divide the groups of one optimizer step among the data-parallel replicas. Returns a plan for
+    each replica. A micro-batch holds at most `micro_batch_tokens` tokens. A longer segment gets its
+    own micro-batch. All replicas have the same number of micro-batches, so that their collectives
+    match. Replicas with too few are given extra micro-batches that contain a single untrained
+    token. The same `groups` always give the same result.
 
     A trajectory that fits into a micro-batch is never split, because the sequence mask needs all of
-    it. The segments of a longer trajectory may go to any rank, and those without sampled tokens are
-    omitted. With `sequence_mask` (used if `algorithm.mask_delta` is set), the segments of split
+    it. The segments of a longer trajectory may go to any replica, and those without sampled tokens
+    are omitted. With `sequence_mask` (used if `algorithm.mask_delta` is set), the segments of split
     trajectories with a negative advantage are also added to `scored_first`.
 
     All groups have the same weight, regardless of how many trajectories they lost (Eq. 5). With B
@@ -262,10 +263,10 @@ def plan_packing(
 
     `watched` lists segments to identify in `MicroBatch.watched`; segments that are not packed are
     ignored. If only some segments have sampling masks, the others are treated as sampled without
-    truncation. Raises `ValueError` if there is no trajectory, if `ranks` or `micro_batch_tokens` is
-    below 1, or if recorded routes are missing or differ in shape.
+    truncation. Raises `ValueError` if there is no trajectory, if `replicas` or `micro_batch_tokens`
+    is below 1, or if recorded routes are missing or differ in shape.
     """
-    for name, value in (("ranks", ranks), ("micro_batch_tokens", micro_batch_tokens)):
+    for name, value in (("replicas", replicas), ("micro_batch_tokens", micro_batch_tokens)):
         _require(value >= 1, f"{name} = {value}: must be at least 1")
     sampled = [group for group in groups if group.group.trajectories]
     _require(bool(sampled), f"none of the {len(groups)} groups has a trajectory to learn from")
@@ -290,9 +291,9 @@ def plan_packing(
         ],
         micro_batch_tokens,
     )
-    layout: Any = {"ranks": ranks, "capacity": micro_batch_tokens}
+    layout: Any = {"replicas": replicas, "capacity": micro_batch_tokens}
     trained = arrange(items, share_prompts=share_prompts, **layout)
-    scored: list[Share] = [()] * ranks
+    scored: list[tuple[MicroBatchPlan, ...]] = [()] * replicas
     maskable = [[one for one in group if one.split >= 0 and one.advantage < 0] for group in items]
     if sequence_mask and any(maskable):
         scored = arrange(maskable, **layout)
@@ -300,11 +301,11 @@ def plan_packing(
     numbers = {id(segment): number for number, segment in enumerate(watched)}
     return [
         PackPlan(
-            micro_batches=share,
+            micro_batches=plans,
             scored_first=first,
             recorded=recorded,
             watched=tuple(
-                (numbers[id(s)], s) for s in _segments(chain(*share)) if id(s) in numbers
+                (numbers[id(s)], s) for s in _segments(chain(*plans)) if id(s) in numbers
             ),
             totals={
                 "total_sequences": total_sequences,
@@ -313,7 +314,7 @@ def plan_packing(
                 "signal": any(not group.idle for group in sampled),
             },
         )
-        for share, first in zip(trained, scored, strict=True)
+        for plans, first in zip(trained, scored, strict=True)
     ]
 
 
@@ -346,11 +347,11 @@ class _Recorded(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackPlan:
-    """One rank's share of an optimizer step. The rank packs it itself, so that recordings do not
-    pass through the driver."""
+    """What one data-parallel replica packs for an optimizer step. Its ranks do so themselves, so
+    that recordings do not pass through the driver."""
 
-    micro_batches: Share
-    scored_first: Share = ()
+    micro_batches: tuple[MicroBatchPlan, ...]
+    scored_first: tuple[MicroBatchPlan, ...] = ()
     recorded: _Recorded = field(default_factory=_Recorded)
     watched: tuple[tuple[int, Segment], ...] = ()
     """The watched segments among them and their indices in `watched`."""
@@ -367,8 +368,8 @@ class PackPlan:
     def pack(self, recordings: Mapping[Any, Recordings] = MappingProxyType({})) -> TrainBatch:
         """Build the micro-batches. `recordings` maps `keys` to the stored recordings."""
         trained, scored = (
-            tuple(self._join(members, recordings) for members in share)
-            for share in (self.micro_batches, self.scored_first)
+            tuple(self._join(plan, recordings) for plan in plans)
+            for plans in (self.micro_batches, self.scored_first)
         )
         return TrainBatch(micro_batches=trained, scored_first=scored, **self.totals)
 
@@ -477,5 +478,5 @@ _PADDING = Segment(
     logp_old_T=np.zeros(1, np.float32),
     version_T=np.full(1, -1, np.int32),
 )
-"""Segment for ranks without work: a single token that is not trained on."""
+"""Segment for replicas without work: a single token that is not trained on."""
 _PADDING_ITEM = PackItem((_PADDING,), 1, advantage=0.0, kl_coef=0.0, weight=1.0)

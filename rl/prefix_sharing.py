@@ -1,5 +1,5 @@
-"""Distribute trajectories over micro-batches and ranks, and pack the common prefix of a group only
-once.
+"""Distribute trajectories over data-parallel replicas and micro-batches, and pack the common prefix
+of a group only once.
 
 If a prompt has eight completions, the network processes the prompt once instead of eight times.
 Keys and values at a position depend only on the tokens before it. If trajectories start with the
@@ -25,8 +25,8 @@ from keel.rl.types import Segment
 _MIN_PREFIX = 16  # minimum length, in tokens, of a prefix worth sharing
 _SIZES = (1.0, 0.5, 0.25, 0.125)
 """Candidate size limits for groups with a shared prefix, as fractions of a micro-batch or of a
-rank's tokens. Smaller groups are easier to balance across ranks but repeat the prefix more often.
-"""
+replica's tokens. Smaller groups are easier to balance across replicas but repeat the prefix more
+often."""
 _LAUNCH_COST = 1 / 16  # fixed cost of running a micro-batch, as a fraction of its token capacity
 _MIN_OVERLAP = 0.75
 """A trajectory joins a cluster only if both keep at least this fraction of their longest possible
@@ -102,42 +102,49 @@ def prefix_group_size(count: int, shared: int, whole: int) -> int:
     return shared + count * (whole - shared + shared // _KV_COPIES_PER_TOKEN + 1)
 
 
-Share = tuple[tuple[PrefixGroup, ...], ...]
-"""The contents of one rank's micro-batches."""
+MicroBatchPlan = tuple[PrefixGroup, ...]
+"""The contents of a micro-batch."""
 
 
 def arrange(
-    groups: Sequence[Sequence[PackItem]], *, ranks: int, capacity: int, share_prompts: bool = False
-) -> list[Share]:
-    """Assign the items of completion groups to micro-batches of at most `capacity` tokens, and
-    these to ranks. With `share_prompts`, common prefixes are packed once if that is faster."""
+    groups: Sequence[Sequence[PackItem]],
+    *,
+    replicas: int,
+    capacity: int,
+    share_prompts: bool = False,
+) -> list[tuple[MicroBatchPlan, ...]]:
+    """Assign the items of completion groups to micro-batches of at most `capacity` tokens. Returns
+    the micro-batches of each data-parallel replica. With `share_prompts`, common prefixes are
+    packed once if that is faster."""
     members = [PrefixGroup((item,)) for group in groups for item in group]
     if share_prompts:
-        members = _share_prefixes(groups, members, ranks, capacity)
-    plan = _balance(members, ranks, capacity)
+        members = _share_prefixes(groups, members, replicas, capacity)
+    plan = _balance(members, replicas, capacity)
     return [tuple(tuple(members[i] for i in one) for one in bins) for bins in plan]
 
 
 def _share_prefixes(
-    groups: Sequence[Sequence[PackItem]], apart: list[PrefixGroup], ranks: int, capacity: int
+    groups: Sequence[Sequence[PackItem]], apart: list[PrefixGroup], replicas: int, capacity: int
 ) -> list[PrefixGroup]:
-    """Choose the prefix groups that minimize the slowest rank's time. `apart` has one group for
+    """Choose the prefix groups that minimize the slowest replica's time. `apart` has one group for
     each item, without a shared prefix. Only single-item groups can exceed `capacity`. The result is
     deterministic."""
     clusters = [cluster for group in groups for cluster in _cluster_by_prefix(group)]
     if not any(cluster.shared for cluster in clusters):
         return apart
-    per_rank = sum(one.tokens for one in apart) // ranks
-    limits = {min(capacity, int(size * whole)) for whole in (capacity, per_rank) for size in _SIZES}
+    per_replica = sum(one.tokens for one in apart) // replicas
+    limits = {
+        min(capacity, int(size * whole)) for whole in (capacity, per_replica) for size in _SIZES
+    }
     choices = [apart]
     for limit in sorted(limits):
         choices.append([part for cluster in clusters for part in _split_cluster(cluster, limit)])
 
     def step_time(choice: Sequence[PrefixGroup]) -> float:
         """Estimate the time of a step, measured in tokens. Each round of micro-batches takes as
-        long as its busiest rank."""
+        long as its busiest replica."""
         tokens = [group.tokens for group in choice]
-        plan = _balance(choice, ranks, capacity)
+        plan = _balance(choice, replicas, capacity)
         filled = [[sum(tokens[i] for i in members) for members in bins] for bins in plan]
         rounds = np.max(filled, axis=0)
         return float(rounds.sum()) + _LAUNCH_COST * capacity * len(rounds)
@@ -145,29 +152,29 @@ def _share_prefixes(
     return min(choices, key=step_time)
 
 
-def _balance(groups: Sequence[PrefixGroup], ranks: int, capacity: int) -> list[list[list[int]]]:
-    """Assign groups to micro-batches so that all ranks take about the same time. Returns indices
-    into `groups` as [rank][micro-batch][group]. The sum of sizes (memory) in a micro-batch is at
+def _balance(groups: Sequence[PrefixGroup], replicas: int, capacity: int) -> list[list[list[int]]]:
+    """Assign groups to micro-batches so that all replicas take about the same time. Returns indices
+    into `groups` as [replica][micro-batch][group]. The sum of sizes (memory) in a micro-batch is at
     most `capacity`, unless a single group is larger than that.
 
     The groups with the most tokens (time) are placed first, each into the micro-batch with the
-    fewest tokens. The number of micro-batches is the smallest multiple of `ranks` that holds all
-    groups. Micro-batches of similar size run at the same time on all ranks, in alternating rank
-    order so that the totals per rank also come out similar.
+    fewest tokens. The number of micro-batches is the smallest multiple of `replicas` that holds all
+    groups. Micro-batches of similar size run at the same time on all replicas, in alternating order
+    so that the totals per replica also come out similar.
     """
     sizes, tokens = [group.size for group in groups], [group.tokens for group in groups]
     order = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
     total = sum(min(size, capacity) for size in sizes)
     alone = sum(2 * size > capacity for size in sizes)  # no two of them share a bin
-    rows = max(1, -(-total // (ranks * capacity)), -(-alone // ranks))
-    while (bins := _fill_bins(tokens, sizes, order, rows * ranks, capacity)) is None:
+    rows = max(1, -(-total // (replicas * capacity)), -(-alone // replicas))
+    while (bins := _fill_bins(tokens, sizes, order, rows * replicas, capacity)) is None:
         rows += 1
     bins.sort(key=lambda members: (-sum(tokens[i] for i in members), members))
-    plan: list[list[list[int]]] = [[] for _ in range(ranks)]
+    plan: list[list[list[int]]] = [[] for _ in range(replicas)]
     for row in range(rows):
-        across = bins[row * ranks : (row + 1) * ranks]
-        for rank, members in enumerate(across if row % 2 == 0 else reversed(across)):
-            plan[rank].append(sorted(members))
+        across = bins[row * replicas : (row + 1) * replicas]
+        for replica, members in enumerate(across if row % 2 == 0 else reversed(across)):
+            plan[replica].append(sorted(members))
     return plan
 
 
@@ -189,32 +196,34 @@ def _fill_bins(
 
 @lru_cache(maxsize=4096)  # a plan tries thousands of layouts
 def estimate_packing(
-    groups: int, size: int, *, shared: int, own: int, ranks: int, capacity: int
+    groups: int, size: int, *, shared: int, own: int, replicas: int, capacity: int
 ) -> tuple[int, int]:
-    """Estimate the number of micro-batches per rank and the number of tokens on the busiest rank,
+    """Estimate the number of micro-batches per replica and the number of tokens on the busiest one,
     for `groups` groups of `size` trajectories. Each trajectory has `shared` prefix tokens (0
     disables sharing) and `own` other tokens. The estimate follows `arrange` without building
-    groups. It is exact if all prefix groups have the same size or there are many
-    more of them than ranks."""
-    per_rank = groups * size * (shared + own) // ranks
-    limits = {min(capacity, int(part * whole)) for whole in (capacity, per_rank) for part in _SIZES}
+    groups. It is exact if all prefix groups have the same size or there are many more of them than
+    replicas."""
+    per_replica = groups * size * (shared + own) // replicas
+    limits = {
+        min(capacity, int(part * whole)) for whole in (capacity, per_replica) for part in _SIZES
+    }
     room = own + shared // _KV_COPIES_PER_TOKEN + 1
     counts = {max(1, min(size, (limit - shared) // room)) for limit in limits if shared} | {1}
 
     def estimate_layout(count: int) -> tuple[float, int, int]:
-        """Estimate the step time in tokens, the number of micro-batches per rank and the
-        number of tokens on the busiest rank, with up to `count` items per prefix group."""
+        """Estimate the step time in tokens, the number of micro-batches per replica and the
+        number of tokens on the busiest one, with up to `count` items per prefix group."""
         rows = free = idle = slowest = 0
         for items, parts in ((count, groups * (size // count)), (size % count, groups)):
             if items:
                 packed = shared + items * own
-                each_rank = -(-max(0, parts - idle) // ranks)  # idle ranks come first
-                idle += each_rank * ranks - parts
-                slowest += each_rank * packed
+                each = -(-max(0, parts - idle) // replicas)  # idle replicas come first
+                idle += each * replicas - parts
+                slowest += each * packed
                 copies = (items * shared // _KV_COPIES_PER_TOKEN) * (items > 1)
                 per = max(1, capacity // (packed + copies))
-                more = -(-max(0, parts - free) // (per * ranks))
-                rows, free = rows + more, free + more * per * ranks - parts
+                more = -(-max(0, parts - free) // (per * replicas))
+                rows, free = rows + more, free + more * per * replicas - parts
         return slowest + _LAUNCH_COST * capacity * rows, rows, slowest
 
     _, rows, slowest = min(map(estimate_layout, counts))

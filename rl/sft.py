@@ -61,12 +61,16 @@ def supervised_segment(
 
 
 def pack_sft(
-    examples: Sequence[SftExample], *, ranks: int, micro_batch_tokens: int, mean: Average = "tokens"
+    examples: Sequence[SftExample],
+    *,
+    replicas: int,
+    micro_batch_tokens: int,
+    mean: Average = "tokens",
 ) -> list[TrainBatch]:
-    """Pack the examples of one optimizer step into one `TrainBatch` per rank. An example's weight
-    is |o_i| B / Σ |o_j| when averaging over tokens, and 1 when averaging over conversations (see
-    `nll_loss`). The segments of an example that does not fit into a micro-batch are packed
-    separately."""
+    """Pack the examples of one optimizer step into one `TrainBatch` per data-parallel replica. An
+    example's weight is |o_i| B / Σ |o_j| when averaging over tokens, and 1 when averaging over
+    conversations (see `nll_loss`). The segments of an example that does not fit into a micro-batch
+    are packed separately."""
     tokens = sum(example.learned_tokens for example in examples)
     whole = [
         PackItem(
@@ -84,5 +88,7 @@ def pack_sft(
         "total_tokens": sum(item.tokens for item in items),
         "split_sequences": split,
     }
-    shares = arrange([items], ranks=ranks, capacity=micro_batch_tokens)
-    return [PackPlan(micro_batches=share, totals=totals, loss="nll").pack() for share in shares]
+    return [
+        PackPlan(micro_batches=plans, totals=totals, loss="nll").pack()
+        for plans in arrange([items], replicas=replicas, capacity=micro_batch_tokens)
+    ]

@@ -159,22 +159,24 @@ class Learner:
         return self._call_all("start", *arguments, deadline=deadline)[0]
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
-        """Take the optimizer steps for a batch. Each rank fetches and packs the recordings of its
-        share. Groups whose recordings are lost are left out and counted as dropped."""
+        """Take the optimizer steps for a batch. Each rank fetches the recordings of its replica's
+        trajectories and packs them. Groups whose recordings are lost are left out and counted as
+        dropped."""
         asleep = self._put_to_sleep()
         watched, kept = watched_segments(groups, self._config.run), groups
-        shares = plan_shares(groups, self._config, watched)
+        plans = plan_batches(groups, self._config, watched)
         while True:
-            lost = set[Any]().union(*self._call_with_shares("pack", shares, "packing"))
+            lost = set[Any]().union(*self._call_replicas("pack", plans, "packing"))
             if not lost:
                 break
             kept = [group for group in kept if lost.isdisjoint(group.keys)]
             self.say(f"{len(groups) - len(kept)} of {len(groups)} groups are left out: {_GONE}")
             if not any(group.group.trajectories for group in kept):
                 raise WorkerLost(f"no group is left: {_GONE}")
-            shares = plan_shares(kept, self._config, watched)
+            plans = plan_batches(kept, self._config, watched)
         ray_timeouts.await_future(asleep)
-        reports = self._call_with_shares("step_packed", (), _STEP, len(shares[0]))
+        no_arguments = [()] * len(self._ranks)
+        reports = self._call_timed("step_packed", no_arguments, _STEP, len(plans[0]))
         result = self._combine_reports(reports, kept)
         if len(kept) < len(groups):
             before, after = (sum(len(g.group.trajectories) for g in gs) for gs in (groups, kept))
@@ -184,13 +186,13 @@ class Learner:
 
     def step_on(
         self,
-        shares: Sequence[Sequence[TrainBatch]],
+        batches: Sequence[Sequence[TrainBatch]],
         examples: Sequence[ScoredGroup | SftExample] = (),
     ) -> StepResult:
-        """Take one optimizer step per packed batch. `shares` has a list of batches for each
-        data-parallel replica. `examples` are used only in messages about non-finite values. Raises
+        """Take one optimizer step per packed batch. `batches` has a list for each data-parallel
+        replica. `examples` are used only in messages about non-finite values. Raises
         OutOfMemory if a step doesn't fit on a rank's GPU."""
-        reports = self._call_with_shares("step", shares, _STEP, max(map(len, shares)))
+        reports = self._call_replicas("step", batches, _STEP, len(batches[0]))
         return self._combine_reports(reports, examples)
 
     def _combine_reports(
@@ -218,24 +220,24 @@ class Learner:
 
     def score(
         self,
-        shares: Sequence[Mapping[str, TrainBatch]],
+        batches: Sequence[Mapping[str, TrainBatch]],
         should_abort: Callable[[], bool] = never_abort,
     ) -> dict[str, Metric]:
-        """Score named batches of conversations and return `<name>/nll` for each batch, or an empty
-        dict if `should_abort()` returns True. Each call to the ranks scores a single micro-batch,
-        so that it finishes within the timeout for a step."""
+        """Score named batches of conversations, given for each data-parallel replica. Returns
+        `<name>/nll` for each batch, or an empty dict if `should_abort()` returns True. Each call to
+        the ranks scores a single micro-batch, so that it finishes within the timeout for a step."""
         scored: list[dict[str, Metric]] = []
-        for name in shares[0] if shares else ():
-            rows = zip(*(share[name].micro_batches for share in shares), strict=True)
+        for name in batches[0] if batches else ():
+            rows = zip(*(own[name].micro_batches for own in batches), strict=True)
             for row in rows:
                 if should_abort():
                     return {}
                 pieces = [
-                    {name: replace(share[name], micro_batches=(one,))}
-                    for share, one in zip(shares, row, strict=True)
+                    {name: replace(own[name], micro_batches=(one,))}
+                    for own, one in zip(batches, row, strict=True)
                 ]
                 what = f"scoring conversations of {name}"
-                scored += self._call_with_shares("score", pieces, what)
+                scored += self._call_replicas("score", pieces, what)
         return merge(scored)
 
     def put_engines_to_sleep(self) -> None:
@@ -304,30 +306,37 @@ class Learner:
     def _call_all(self, method: str, *arguments: object, deadline: _CallDeadline) -> list[Any]:
         return self._wait(self._submit(method, [arguments] * len(self._ranks)), deadline)
 
-    def _call_with_shares(
-        self, method: str, shares: Sequence[Any], what: str, times: int = 1
+    def _call_replicas(
+        self, method: str, inputs: Sequence[Any], what: str, updates: int = 1
     ) -> list[Any]:
-        """Call `method` on every rank with the share of its data-parallel replica, or without
-        arguments if there are no `shares`. The deadline allows for `times` optimizer steps."""
-        began, trainer = time.monotonic(), self._config.trainer
-        # One object per replica: each rank fetches its own share only.
-        shipped = [(ray_timeouts.put(share),) for share in shares] or [()] * trainer.data_parallel
-        owners = (index // trainer.sequence_parallel for index in range(len(self._ranks)))
-        refs = self._submit(method, [shipped[replica] for replica in owners])
-        answers = self._wait(refs, self._deadline(what, times, estimated=True))
+        """Call `method` on every rank with the input of its data-parallel replica. See
+        `_call_timed`."""
+        stored = [(ray_timeouts.put(one),) for one in inputs]  # each rank fetches only its own
+        size = self._config.trainer.sequence_parallel
+        arguments = [stored[rank // size] for rank in range(len(self._ranks))]
+        return self._call_timed(method, arguments, what, updates)
+
+    def _call_timed(
+        self, method: str, arguments: Sequence[tuple[object, ...]], what: str, updates: int
+    ) -> list[Any]:
+        """Call `method` on every rank with that rank's arguments. The deadline allows for `updates`
+        optimizer steps and for the duration of earlier calls."""
+        began = time.monotonic()
+        refs = self._submit(method, arguments)
+        answers = self._wait(refs, self._deadline(what, updates, estimated=True))
         if not getattr(answers[0], "out_of_memory", ""):  # such a step ended early
             seconds = time.monotonic() - began
             self._longest_s[what] = max(self._longest_s.get(what, 0.0), seconds)
         return answers
 
-    def _deadline(self, what: str, times: int = 1, *, estimated: bool = False) -> _CallDeadline:
+    def _deadline(self, what: str, updates: int = 1, *, estimated: bool = False) -> _CallDeadline:
         """Return the deadline of a call: `trainer.timeout_s` per optimizer step, plus the time to
         send weights, because a rank may still be sending. If `estimated` is set and the longest
         call so far suggests less, the deadline is shorter."""
         sending_s = self._config.sending_timeout_s if self.direct else 0.0
         knob = "trainer.timeout_s"
         knob += ", and rollout.update_timeout_s of engines" * (sending_s > 0)
-        seconds = times * self._config.trainer.timeout_s + sending_s
+        seconds = updates * self._config.trainer.timeout_s + sending_s
         if estimated and what in self._longest_s:
             longest_s = self._longest_s[what]
             expected = max(_MIN_S, _SLOWDOWN * longest_s) + sending_s
@@ -417,11 +426,12 @@ def _error_name(error: BaseException) -> str:
     return "" if isinstance(error, RayError) else type(error).__name__
 
 
-def plan_shares(
+def plan_batches(
     groups: Sequence[ScoredGroup], config: Config, watched: Sequence[Segment] = ()
 ) -> list[list[PackPlan]]:
-    """Divide the completion groups among the data-parallel replicas. Returns a list of plans for
-    each replica, one per optimizer step. `watched` are the segments to be saved."""
+    """Divide the completion groups of a batch among optimizer steps and data-parallel replicas.
+    Returns a list of plans for each replica, one per optimizer step. `watched` are the segments to
+    be saved."""
     algorithm, trainer = config.algorithm, config.trainer
     models = config.data.references
     teachers = config.data.teachers_by_domain  # some of domains that are not trained on
@@ -429,7 +439,7 @@ def plan_shares(
     steps = [
         plan_packing(
             part,
-            ranks=trainer.data_parallel,
+            replicas=trainer.data_parallel,
             micro_batch_tokens=trainer.micro_batch_tokens,
             skip_uniform_groups=algorithm.skip_uniform_groups,
             sequence_mask=algorithm.mask_delta is not None,
@@ -439,7 +449,7 @@ def plan_shares(
         )
         for part in split_updates(groups, algorithm.updates_per_batch)
     ]
-    return [list(share) for share in zip(*steps, strict=True)]
+    return [list(plans) for plans in zip(*steps, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -588,8 +598,8 @@ class TrainerWorker:
         return self._engine.notes
 
     def pack(self, plans: Sequence[PackPlan]) -> set[Any]:
-        """Fetch the recordings for this rank's share of the batch, and pack the share for
-        `step_packed`. Returns the keys of lost recordings. If any are lost, nothing is packed."""
+        """Fetch the recordings that `plans` need, and pack the batches for `step_packed`. Returns
+        the keys of lost recordings. If any are lost, nothing is packed."""
         keys = set[Any]().union(*(plan.keys for plan in plans))
         found = ray_timeouts.fetch([*keys], seconds=_FETCH_S)
         lost = keys - found.keys()

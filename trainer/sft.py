@@ -106,13 +106,13 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
     packed = {
         name: pack_sft(
             examples,
-            ranks=config.trainer.data_parallel,
+            replicas=config.trainer.data_parallel,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
         )
         for name, examples in parts.heldout.items()
     }
     heldout = [
-        {name: shares[replica] for name, shares in packed.items()}
+        {name: batches[replica] for name, batches in packed.items()}
         for replica in range(config.trainer.data_parallel if packed else 0)
     ]
 
@@ -154,14 +154,14 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
 
 def _take_step(learner: Learner, examples: Sequence[SftExample], config: Config) -> StepResult:
     trainer = config.trainer
-    shares = pack_sft(
+    batches = pack_sft(
         examples,
-        ranks=trainer.data_parallel,
+        replicas=trainer.data_parallel,
         micro_batch_tokens=trainer.micro_batch_tokens,
         mean=config.sft.mean,
     )
-    result = learner.step_on([[share] for share in shares], examples)
-    rows = [len(row.token_ids_N) for share in shares for row in share.micro_batches]
+    result = learner.step_on([[batch] for batch in batches], examples)
+    rows = [len(row.token_ids_N) for batch in batches for row in batch.micro_batches]
     capacity = sum(max(trainer.micro_batch_tokens, row) for row in rows)
     sizes: dict[str, Metric] = {
         "sft/conversations": Sum(len(examples)),

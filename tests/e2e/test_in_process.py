@@ -54,7 +54,7 @@ from keel.trainer.launch import (
     initial_model,
     run_episodes,
 )
-from keel.trainer.learner import plan_shares
+from keel.trainer.learner import plan_batches
 from keel.trainer.nonfinite import describe_findings
 from keel.trainer.placement.elastic import OomRecovery
 from keel.trainer.placement.nodes import start_ray, stop_ray
@@ -85,7 +85,7 @@ class LocalLearner:
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
         watched = watched_segments(groups, self._config.run)
-        (plans,) = plan_shares(groups, self._config, watched)
+        (plans,) = plan_batches(groups, self._config, watched)
         keys = {key for plan in plans for key in plan.keys}
         found = ray_timeouts.fetch([*keys], seconds=PATIENCE_S)
         return self.step_on([[plan.pack(found) for plan in plans]], groups)

@@ -19,7 +19,7 @@ MASK_DELTA = 0.5
 
 
 def pack(groups: Sequence[ScoredGroup], **options: Any) -> list[TrainBatch]:
-    """Pack the groups of one optimizer step into one `TrainBatch` per rank."""
+    """Pack the groups of one optimizer step into one `TrainBatch` per replica."""
     return [plan.pack() for plan in plan_packing(groups, **options)]
 
 

@@ -43,9 +43,9 @@ def contexts_of(batch: MicroBatch) -> list[list[int]]:
 
 @settings(deadline=None, max_examples=20)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 400))
-def test_every_context_is_packed_once(seed: int, ranks: int, capacity: int) -> None:
+def test_every_context_is_packed_once(seed: int, replicas: int, capacity: int) -> None:
     groups = prompted_groups(seed)
-    batches = pack(groups, ranks=ranks, micro_batch_tokens=capacity, share_prompts=True)
+    batches = pack(groups, replicas=replicas, micro_batch_tokens=capacity, share_prompts=True)
     actual: list[tuple[int, ...]] = []
     for batch in micro_batches(batches):
         if not len(batch.sequence_tokens_S):
@@ -64,10 +64,12 @@ def test_every_context_is_packed_once(seed: int, ranks: int, capacity: int) -> N
 
 @settings(deadline=None, max_examples=20)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 400))
-def test_capacity_includes_key_value_copies(seed: int, ranks: int, capacity: int) -> None:
+def test_capacity_includes_key_value_copies(seed: int, replicas: int, capacity: int) -> None:
     groups = prompted_groups(seed)
     plain, shared = (
-        micro_batches(pack(groups, ranks=ranks, micro_batch_tokens=capacity, share_prompts=on))
+        micro_batches(
+            pack(groups, replicas=replicas, micro_batch_tokens=capacity, share_prompts=on)
+        )
         for on in (False, True)
     )
     for batch in shared:
@@ -80,10 +82,10 @@ def test_capacity_includes_key_value_copies(seed: int, ranks: int, capacity: int
 
 @settings(deadline=None, max_examples=12)
 @given(SEEDS, st.integers(1, 3), st.integers(20, 400))
-def test_sharing_does_not_change_the_gradient(seed: int, ranks: int, capacity: int) -> None:
+def test_sharing_does_not_change_the_gradient(seed: int, replicas: int, capacity: int) -> None:
     groups = prompted_groups(seed)
     (loss, plain), (other, shared) = (
-        gradient(pack(groups, ranks=ranks, micro_batch_tokens=capacity, share_prompts=on))
+        gradient(pack(groups, replicas=replicas, micro_batch_tokens=capacity, share_prompts=on))
         for on in (False, True)
     )
     assert other == pytest.approx(loss, abs=1e-12)
@@ -101,7 +103,7 @@ def same_prompt(*, own: int = 10, prompt: int = 40, size: int = 4, **fields: Any
 def packed(segments: list[Segment], **options: Any) -> list[MicroBatch]:
     answers = [trajectory(one, sibling=i) for i, one in enumerate(segments)]
     group = scored(answers, [float(i % 2) for i in range(len(segments))])
-    options = {"ranks": 1, "micro_batch_tokens": 400, "share_prompts": True, **options}
+    options = {"replicas": 1, "micro_batch_tokens": 400, "share_prompts": True, **options}
     return micro_batches(pack([group], **options))
 
 
@@ -163,18 +165,18 @@ def test_invalid_follows_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "size", "shared", "own", "ranks", "capacity"),
+    ("groups", "size", "shared", "own", "replicas", "capacity"),
     [
         (8, 8, 800, 896, 1, 18_656),
         (8, 8, 800, 896, 2, 4_000),
         (16, 16, 64, 500, 4, 3_000),
-        (2, 8, 200, 100, 8, 4_000),  # fewer groups than ranks
+        (2, 8, 200, 100, 8, 4_000),  # fewer groups than replicas
         (3, 2, 100, 100, 4, 150),  # longer than a micro-batch
         (4, 8, 0, 900, 2, 2_000),  # no sharing
     ],
 )
 def test_estimate_packing_matches_pack(
-    groups: int, size: int, shared: int, own: int, ranks: int, capacity: int
+    groups: int, size: int, shared: int, own: int, replicas: int, capacity: int
 ) -> None:
     scored_groups: list[ScoredGroup] = []
     for number in range(groups):
@@ -186,8 +188,10 @@ def test_estimate_packing_matches_pack(
         ]
         scored_groups.append(scored(group, [*range(size)]))
     share = shared > 0
-    batches = pack(scored_groups, ranks=ranks, micro_batch_tokens=capacity, share_prompts=share)
-    sizes = {"shared": shared, "own": own, "ranks": ranks, "capacity": capacity}
+    batches = pack(
+        scored_groups, replicas=replicas, micro_batch_tokens=capacity, share_prompts=share
+    )
+    sizes = {"shared": shared, "own": own, "replicas": replicas, "capacity": capacity}
     count, tokens = estimate_packing(groups, size, **sizes)
     assert len(batches[0].micro_batches) == count
     slowest = max(sum(len(one.token_ids_N) for one in batch.micro_batches) for batch in batches)
@@ -226,11 +230,13 @@ def long_groups(seed: int, *, groups: int = 3, size: int = 3, most: int = 7) -> 
 @settings(deadline=None, max_examples=12)
 @given(SEEDS, st.integers(1, 25), st.integers(1, 4), st.none() | st.floats(0, 1))
 @example(1, 6, 2, 0.5)
-def test_splitting_changes_neither_loss_nor_metrics(seed, capacity, ranks, delta) -> None:
+def test_splitting_changes_neither_loss_nor_metrics(seed, capacity, replicas, delta) -> None:
     groups = long_groups(seed)
     tables = [fresh_table(torch.float32) for _ in range(3)]
-    whole = pack(groups, ranks=1, micro_batch_tokens=10**6)
-    tiny = pack(groups, ranks=ranks, micro_batch_tokens=capacity, sequence_mask=delta is not None)
+    whole = pack(groups, replicas=1, micro_batch_tokens=10**6)
+    tiny = pack(
+        groups, replicas=replicas, micro_batch_tokens=capacity, sequence_mask=delta is not None
+    )
     assert delta is not None or not any(batch.scored_first for batch in tiny)
     assert whole[0].split_sequences == 0 and not whole[0].scored_first
     expected = trained(whole, tables[0], mask_delta=delta)
@@ -245,22 +251,22 @@ def test_splitting_changes_neither_loss_nor_metrics(seed, capacity, ranks, delta
 
 def test_only_maskable_segments_are_scored_first() -> None:
     long = [trajectory(*(segment(20 * s + 5 * w, 5) for w in range(4)), sibling=s) for s in (0, 1)]
-    batches = pack([scored(long, [0.0, 1.0])], ranks=3, micro_batch_tokens=7)
+    batches = pack([scored(long, [0.0, 1.0])], replicas=3, micro_batch_tokens=7)
     assert {len(batch.micro_batches) for batch in batches} == {3}
     assert {len(batch.scored_first) for batch in batches} == {2}
     ids = [int(t) for b in batches for one in b.scored_first for t in one.token_ids_N]
     assert sorted(ids) == sorted([*range(20), 0, 0])
-    winners = pack([scored(long, [0.0, 0.0])], ranks=3, micro_batch_tokens=7)
+    winners = pack([scored(long, [0.0, 0.0])], replicas=3, micro_batch_tokens=7)
     assert {len(batch.scored_first) for batch in winners} == {0}
 
 
 def test_split_trajectories_drop_segments_without_samples() -> None:
     unsampled = segment(10, 4, context=4)
     long = trajectory(segment(0, 5), unsampled, segment(20, 5))
-    (batch,) = pack([scored([long], [0.0])], ranks=1, micro_batch_tokens=5)
+    (batch,) = pack([scored([long], [0.0])], replicas=1, micro_batch_tokens=5)
     assert [one.token_ids_N[0] for one in batch.micro_batches] == [0, 20]
     for capacity in (10, 14):
-        (batch,) = pack([scored([long], [0.0])], ranks=1, micro_batch_tokens=capacity)
+        (batch,) = pack([scored([long], [0.0])], replicas=1, micro_batch_tokens=capacity)
         assert [len(one.token_ids_N) for one in batch.micro_batches] == [capacity]
         assert batch.split_sequences == 0
 

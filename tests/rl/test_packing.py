@@ -35,9 +35,9 @@ SEEDS = st.integers(0, 2**31)
 
 @settings(deadline=None, max_examples=15)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 60))
-def test_every_token_arrives_once_with_its_data(seed, ranks, capacity) -> None:
+def test_every_token_arrives_once_with_its_data(seed, replicas, capacity) -> None:
     groups = random_groups(seed)
-    batches = pack(groups, ranks=ranks, micro_batch_tokens=capacity)
+    batches = pack(groups, replicas=replicas, micro_batch_tokens=capacity)
     expected = {int(token) for one in segments_of(groups) for token in one.token_ids_T}
     seen: list[int] = []
     for micro_batch in micro_batches(batches):
@@ -68,17 +68,19 @@ def with_losses(groups: Sequence[ScoredGroup], random: Random) -> list[ScoredGro
 
 @settings(deadline=None, max_examples=15)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 60), st.integers(1, 3), st.booleans())
-def test_groups_have_equal_weight(seed, ranks, capacity, updates, skip) -> None:
+def test_groups_have_equal_weight(seed, replicas, capacity, updates, skip) -> None:
     groups = with_losses(random_groups(seed), Random(seed))
     for part in split_updates(groups, updates):
         table = fresh_table()
         expected = oracle(part, table).loss
         expected.backward()
-        packed = pack(part, ranks=ranks, micro_batch_tokens=capacity, skip_uniform_groups=skip)
+        packed = pack(
+            part, replicas=replicas, micro_batch_tokens=capacity, skip_uniform_groups=skip
+        )
         loss, actual = gradient(packed)
         np.testing.assert_allclose(actual, table.grad, rtol=1e-5, atol=1e-9)
         np.testing.assert_allclose(loss, expected.item(), rtol=1e-5, atol=1e-9)
-        batches = pack(part, ranks=ranks, micro_batch_tokens=capacity)
+        batches = pack(part, replicas=replicas, micro_batch_tokens=capacity)
         weights = [
             (one.sequence_weight_S / one.sequence_tokens_S)[one.sequence_N[one.trainable_N]].sum()
             for one in micro_batches(batches)
@@ -88,10 +90,10 @@ def test_groups_have_equal_weight(seed, ranks, capacity, updates, skip) -> None:
 
 @settings(deadline=None, max_examples=15)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 60))
-def test_trajectories_stay_whole_within_capacity(seed, ranks, capacity) -> None:
+def test_trajectories_stay_whole_within_capacity(seed, replicas, capacity) -> None:
     groups = random_groups(seed)
-    batches = pack(groups, ranks=ranks, micro_batch_tokens=capacity)
-    assert len(batches) == ranks
+    batches = pack(groups, replicas=replicas, micro_batch_tokens=capacity)
+    assert len(batches) == replicas
     assert len({len(batch.micro_batches) for batch in batches}) == 1
     assert len({len(batch.scored_first) for batch in batches}) == 1
     assert {batch.total_sequences for batch in batches} == {12}
@@ -121,10 +123,10 @@ def test_trajectories_stay_whole_within_capacity(seed, ranks, capacity) -> None:
 
 @settings(deadline=None, max_examples=15)
 @given(SEEDS, st.integers(1, 5), st.integers(1, 80), st.booleans())
-def test_packing_does_not_change_the_gradient(seed, ranks, capacity, skip) -> None:
+def test_packing_does_not_change_the_gradient(seed, replicas, capacity, skip) -> None:
     groups = random_groups(seed)
-    loss, expected = gradient(pack(groups, ranks=1, micro_batch_tokens=10**6))
-    batches = pack(groups, ranks=ranks, micro_batch_tokens=capacity, skip_uniform_groups=skip)
+    loss, expected = gradient(pack(groups, replicas=1, micro_batch_tokens=10**6))
+    batches = pack(groups, replicas=replicas, micro_batch_tokens=capacity, skip_uniform_groups=skip)
     found_loss, actual = gradient(batches)
     assert found_loss == pytest.approx(loss, abs=1e-12)
     torch.testing.assert_close(actual, expected)
@@ -137,13 +139,13 @@ def test_skipping_omits_only_idle_groups() -> None:
         return scored(both, rewards, kl_coef=kl_coef)
 
     groups = [group(0, [1, 1], 0.0), group(10, [1, 1], 0.1), group(20, [0, 1], 0.0)]
-    (batch,) = pack(groups, ranks=1, micro_batch_tokens=100, skip_uniform_groups=True)
+    (batch,) = pack(groups, replicas=1, micro_batch_tokens=100, skip_uniform_groups=True)
     assert min(batch.micro_batches[0].token_ids_N) == 10
     assert len(batch.micro_batches[0].sequence_tokens_S) == 4
     assert batch.total_sequences == 6
     assert gradient([batch])[1][20:28].any()
 
-    batches = pack(groups[:1], ranks=2, micro_batch_tokens=100, skip_uniform_groups=True)
+    batches = pack(groups[:1], replicas=2, micro_batch_tokens=100, skip_uniform_groups=True)
     assert [len(b.micro_batches) for b in batches] == [1, 1]
     assert gradient(batches)[0] == 0
 
@@ -152,13 +154,13 @@ def test_signal() -> None:
     uniform = scored([trajectory(segment(4 * i), sibling=i) for i in range(2)], [1, 1])
     better = scored([trajectory(segment(8 + 4 * i), sibling=i) for i in range(2)], [0, 1])
     for groups, signal in (([uniform, scored([], [])], False), ([uniform, better], True)):
-        (batch,) = pack(groups, ranks=1, micro_batch_tokens=100)
+        (batch,) = pack(groups, replicas=1, micro_batch_tokens=100)
         assert batch.signal is signal
 
 
 def test_idle_ranks_get_padding_with_zero_loss() -> None:
     group = scored([trajectory(segment(0, 9, routes=True, kept=True))], [1.0], kl_coef=0.1)
-    batches = pack([group], ranks=3, micro_batch_tokens=4)
+    batches = pack([group], replicas=3, micro_batch_tokens=4)
     assert [len(b.micro_batches) for b in batches] == [1, 1, 1]
     (padding,) = batches[2].micro_batches
     assert len(padding.token_ids_N) == 1
@@ -193,29 +195,29 @@ def test_empty_groups_make_no_updates() -> None:
     assert split_updates([lost], 2) == []
 
 
-def balance(tokens: list[int], *, ranks: int, capacity: int) -> list[list[list[int]]]:
+def balance(tokens: list[int], *, replicas: int, capacity: int) -> list[list[list[int]]]:
     groups: Any = [SimpleNamespace(tokens=count, size=count) for count in tokens]
-    return prefix_sharing._balance(groups, ranks, capacity)
+    return prefix_sharing._balance(groups, replicas, capacity)
 
 
 def test_balance_is_even() -> None:
     random = np.random.default_rng(0)
     tokens = random.lognormal(6, 0.8, 512).astype(int).clip(1, 4096).tolist()
-    plan = balance(tokens, ranks=8, capacity=8192)
+    plan = balance(tokens, replicas=8, capacity=8192)
     loads = np.array([[sum(tokens[i] for i in chosen) for chosen in bins] for bins in plan])
     assert loads.shape[1] == -(-sum(tokens) // (8 * 8192))
     assert np.ptp(loads.sum(1)) < 0.01 * loads.sum(1).mean()
     assert np.ptp(loads, axis=0).max() < 0.05 * loads.mean()
 
 
-def test_uneven_bins_alternate_over_ranks() -> None:
-    plan = balance([10, 9, 8, 7], ranks=2, capacity=10)
+def test_uneven_bins_alternate_over_replicas() -> None:
+    plan = balance([10, 9, 8, 7], replicas=2, capacity=10)
     assert plan == [[[0], [3]], [[1], [2]]]
 
 
 def test_full_and_oversized_bins() -> None:
-    assert balance([6, 4], ranks=1, capacity=10) == [[[0, 1]]]
-    assert balance([3, 100, 3, 3], ranks=1, capacity=10) == [[[1], [0, 2, 3]]]
+    assert balance([6, 4], replicas=1, capacity=10) == [[[0, 1]]]
+    assert balance([3, 100, 3, 3], replicas=1, capacity=10) == [[[1], [0, 2, 3]]]
 
 
 def recorded(first: int, tokens: int, width: int) -> Segment:
@@ -229,7 +231,7 @@ def test_selections_stay_aligned_and_padded() -> None:
     longer, shorter, none = recorded(10, 6, 4), recorded(30, 5, 3), segment(50, 3)
     group = scored([trajectory(longer, none), trajectory(shorter, sibling=1)], [1.0, 0.0])
     for capacity in (100, 9):
-        batches = pack([group], ranks=1, micro_batch_tokens=capacity)
+        batches = pack([group], replicas=1, micro_batch_tokens=capacity)
         seen = 0
         for row in batches[0].micro_batches:
             assert row.selected_NLb.shape == (len(row.token_ids_N), 2, 4)
@@ -238,7 +240,7 @@ def test_selections_stay_aligned_and_padded() -> None:
                 assert (rows[:, :width] == token).all() and (rows[:, width:] == 0).all()
                 seen += 1
         assert seen == batches[0].total_tokens == 14
-    (plain,) = pack([scored([trajectory(none)], [1.0])], ranks=1, micro_batch_tokens=9)
+    (plain,) = pack([scored([trajectory(none)], [1.0])], replicas=1, micro_batch_tokens=9)
     assert plain.micro_batches[0].selected_NLb is None
 
 
@@ -247,18 +249,18 @@ def test_invalid_selections_are_refused() -> None:
     other = replace(one, selected_TLb=np.zeros((4, 3, 2), np.uint8))
     group = scored([trajectory(one), trajectory(other, sibling=1)], [1.0, 0.0])
     with pytest.raises(ValueError, match="selected_TLb"):
-        pack([group], ranks=1, micro_batch_tokens=9)
+        pack([group], replicas=1, micro_batch_tokens=9)
     for shape in ((3, 2, 2), (4, 2)):
         with pytest.raises(ValueError, match="selected_TLb"):
             replace(one, selected_TLb=np.zeros(shape, np.uint8))
 
 
 def test_invalid_arguments_are_named() -> None:
-    for knob in ("ranks", "micro_batch_tokens"):
+    for knob in ("replicas", "micro_batch_tokens"):
         with pytest.raises(ValueError, match=knob):
-            pack(random_groups(0), **{"ranks": 1, "micro_batch_tokens": 8, knob: 0})
+            pack(random_groups(0), **{"replicas": 1, "micro_batch_tokens": 8, knob: 0})
     with pytest.raises(ValueError, match="trajectory"):
-        pack([scored([], [], dropped=("late",))], ranks=1, micro_batch_tokens=8)
+        pack([scored([], [], dropped=("late",))], replicas=1, micro_batch_tokens=8)
 
 
 def test_missing_or_different_routes_name_the_prompt() -> None:
@@ -268,10 +270,10 @@ def test_missing_or_different_routes_name_the_prompt() -> None:
     for other in (missing, narrow):
         both = [trajectory(recorded), trajectory(other)]
         with pytest.raises(ValueError, match=r"segment of odd: routes_TLK"):
-            pack([scored(both, [0, 1])], ranks=1, micro_batch_tokens=8)
+            pack([scored(both, [0, 1])], replicas=1, micro_batch_tokens=8)
     groups = [scored([trajectory(missing)], [1.0]), scored([trajectory(recorded)], [1.0])]
     with pytest.raises(ValueError, match=r"segment of odd: routes_TLK"):
-        pack(groups, ranks=1, micro_batch_tokens=8)
+        pack(groups, replicas=1, micro_batch_tokens=8)
 
 
 GOOD: dict[str, Any] = {

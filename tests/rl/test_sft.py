@@ -115,13 +115,13 @@ def loss_and_gradient(batches: list[TrainBatch]) -> tuple[float, torch.Tensor]:
     return float(total.detach()), torch.autograd.grad(total, table)[0]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("capacity", [1, 25, 10_000])
 @pytest.mark.parametrize("mean", ["tokens", "conversations"])
 def test_packing_changes_neither_loss_nor_gradient(
-    ranks: int, capacity: int, mean: Average
+    replicas: int, capacity: int, mean: Average
 ) -> None:
-    batches = pack_sft(examples(), ranks=ranks, micro_batch_tokens=capacity, mean=mean)
+    batches = pack_sft(examples(), replicas=replicas, micro_batch_tokens=capacity, mean=mean)
     assert len({len(batch.micro_batches) for batch in batches}) == 1
     each = [
         torch.cat([TABLE[one.token_ids_T[one.trainable_T]].exp() for one in example.segments])
@@ -130,7 +130,7 @@ def test_packing_changes_neither_loss_nor_gradient(
     expected = torch.cat(each).mean() if mean == "tokens" else sum(t.mean() for t in each) / 11
     loss, gradient = loss_and_gradient(batches)
     assert loss == pytest.approx(float(expected), rel=1e-6)  # weights are float32
-    whole = pack_sft(examples(), ranks=1, micro_batch_tokens=10_000, mean=mean)
+    whole = pack_sft(examples(), replicas=1, micro_batch_tokens=10_000, mean=mean)
     torch.testing.assert_close(gradient, loss_and_gradient(whole)[1], rtol=1e-6, atol=1e-12)
 
 

@@ -26,7 +26,7 @@ from keel.rl.futures import failed
 from keel.rl.packing import TrainBatch
 from keel.rollout.spec import EngineError
 from keel.trainer import launch as system
-from keel.trainer.learner import _STEP, Learner, StepReport, _CallDeadline, plan_shares
+from keel.trainer.learner import _STEP, Learner, StepReport, _CallDeadline, plan_batches
 from keel.trainer.nonfinite import (
     NanTracer,
     SkipCounter,
@@ -153,7 +153,7 @@ def test_deadline_scales_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner, "_wait", noted)
     for steps in (1, 4):
         learner._longest_s = {}
-        (batch,) = pack([scored(pair, [0.0, 1.0])], ranks=1, micro_batch_tokens=64)
+        (batch,) = pack([scored(pair, [0.0, 1.0])], replicas=1, micro_batch_tokens=64)
         assert learner.step_on([[batch] * steps]).version == 3
     assert waited == [60, 240]
 
@@ -167,7 +167,7 @@ def scored_first(config: Config) -> list[list[int]]:
         assert batch.split_sequences in (0, 2)
         return len(batch.scored_first)
 
-    return [[passes(plan.pack()) for plan in share] for share in plan_shares(groups, config)]
+    return [[passes(plan.pack()) for plan in plans] for plans in plan_batches(groups, config)]
 
 
 def test_split_trajectories_are_scored_first() -> None:
@@ -225,7 +225,7 @@ class Layer(nn.Module):
 
 
 GROUPS = [scored([trajectory(segment(20 * s, 6), sibling=s) for s in (0, 1)], [0.0, 1.0])]
-(BATCH,) = (m for b in pack(GROUPS, ranks=1, micro_batch_tokens=99) for m in b.micro_batches)
+(BATCH,) = (m for b in pack(GROUPS, replicas=1, micro_batch_tokens=99) for m in b.micro_batches)
 TOKENS = len(BATCH.token_ids_N)
 SAMPLED = np.flatnonzero(BATCH.trainable_N)
 

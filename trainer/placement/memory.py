@@ -197,23 +197,23 @@ def guaranteed_cache_bytes(config: Config, facts: ModelFacts, gpu_gib: float) ->
 # Trainer rank
 
 
-def count_micro_batches(config: Config, ranks: int = 0, capacity: int = 0) -> tuple[int, int]:
+def count_micro_batches(config: Config, replicas: int = 0, capacity: int = 0) -> tuple[int, int]:
     """Return the number of micro-batches a rank runs per optimizer step, and the number of tokens
     it computes per step. Assumes that all trajectories reach their length limits. A shared prompt
-    counts once per micro-batch. `ranks` and `capacity` override the recipe's values."""
+    counts once per micro-batch. `replicas` and `capacity` override the recipe's values."""
     a, context = config.algorithm, config.max_context
     groups = -(-a.prompts_per_step // a.updates_per_batch)
     shared = min(context, config.data.max_prompt_tokens) if config.trainer.share_prompts else 0
-    ranks = ranks or config.trainer.data_parallel
+    replicas = replicas or config.trainer.data_parallel
     count, tokens = estimate_packing(
         groups,
         a.group_size,
         shared=shared,
         own=context - shared,
-        ranks=ranks,
+        replicas=replicas,
         capacity=capacity or config.trainer.micro_batch_tokens,
     )
-    return count, tokens * ranks * a.prompts_per_step // groups
+    return count, tokens * replicas * a.prompts_per_step // groups
 
 
 def _rank_tokens(config: Config) -> float:

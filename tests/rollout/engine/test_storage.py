@@ -54,7 +54,7 @@ def test_ranks_pack_what_was_recorded(
     assert {one.routes_TLK.dtype for one in store.values() if one} == {np.dtype(np.uint8)}
 
     def plans(groups: list[ScoredGroup]) -> Any:
-        options = {"ranks": 2, "micro_batch_tokens": 200, "share_prompts": share_prompts}
+        options = {"replicas": 2, "micro_batch_tokens": 200, "share_prompts": share_prompts}
         return plan_packing(groups, **options, watched=segments_of(groups)[:3])
 
     sent = pickle.loads(pickle.dumps(plans(there)))  # as to the ranks' processes

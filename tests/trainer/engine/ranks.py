@@ -124,7 +124,7 @@ class Ranks:
         trainer = config.trainer
         packed = pack(
             groups,
-            ranks=trainer.data_parallel,
+            replicas=trainer.data_parallel,
             micro_batch_tokens=trainer.micro_batch_tokens,
             share_prompts=trainer.share_prompts,
         )

@@ -23,7 +23,7 @@ from keel.rl.packing import TrainBatch
 from keel.rl.types import ScoredGroup
 from keel.trainer.engine.deepspeed_internals import loss_scale, set_loss_scale
 from keel.trainer.engine.engine import TrainerEngine
-from keel.trainer.learner import Learner, TrainerWorker, plan_shares
+from keel.trainer.learner import Learner, TrainerWorker, plan_batches
 from keel.trainer.placement.elastic import (
     OomRecovery,
     RetryOnOom,
@@ -286,7 +286,7 @@ def kl_of(ranks: Ranks, teachers: dict[str, str], domains: str) -> float:
     config, groups = config_for(teachers), list[ScoredGroup]()
     for number, domain in enumerate(domains):
         groups += in_domain(Rollouts(number).groups(1, 4, kl_coef=1.0), domain)
-    ((plan,),) = plan_shares(groups, config)
+    ((plan,),) = plan_batches(groups, config)
     return values(ranks.engine(config, "dense").step([plan.pack()]))["kl/ref"]
 
 
@@ -311,7 +311,7 @@ def test_teachers_of_untrained_domains_are_not_loaded() -> None:
     config = replace(config, data=replace(config.data, sources=sources, train_on=("b",)))
     assert config.data.references == ("", "u")
     groups = in_domain(Rollouts(0).groups(1, 3, kl_coef=1.0), "b")
-    ((plan,),) = plan_shares(groups, config)
+    ((plan,),) = plan_batches(groups, config)
     kinds = [micro.reference_S for micro in plan.pack().micro_batches]
     assert all(kind is not None and set(kind) == {1} for kind in kinds)
 
@@ -320,7 +320,7 @@ def test_packing_keeps_references() -> None:
     groups: list[Any] = []
     for number, domain in enumerate(("a", "b")):
         groups += in_domain(Rollouts(number).groups(1, 3), domain)
-    options: dict[str, Any] = {"ranks": 1, "micro_batch_tokens": 4096}
+    options: dict[str, Any] = {"replicas": 1, "micro_batch_tokens": 4096}
     (batch,) = pack(groups, references={"a": 0, "b": 2}, **options)
     (micro,) = batch.micro_batches
     assert micro.reference_S is not None and sorted(micro.reference_S) == [0, 0, 0, 2, 2, 2]

@@ -54,7 +54,7 @@ def head_of(weight: Tensor) -> SupportHead:
 
 def batch_of(tokens: int) -> TrainBatch:
     groups = Rollouts(5).groups(3, 4)
-    (batch,) = pack(groups, ranks=1, micro_batch_tokens=tokens)
+    (batch,) = pack(groups, replicas=1, micro_batch_tokens=tokens)
     return batch
 
 
@@ -123,7 +123,7 @@ def test_probes_are_unbiased(weight: Tensor) -> None:
     config, some, every = settings(), [], []
     for seed in range(40):
         groups = Rollouts(seed).groups(3, 4)
-        (batch,) = pack(groups, ranks=1, micro_batch_tokens=ROOMY)
+        (batch,) = pack(groups, replicas=1, micro_batch_tokens=ROOMY)
         some.append(float(penalty(batch, config, weight, most=2)[0]))
         every.append(float(penalty(batch, config, weight)[0]))
     error = np.subtract(some, every)
@@ -190,7 +190,7 @@ def test_watched_segments_have_their_own_numbers(size: int, share_prompts: bool)
         watched = random.sample(all_segments, 4)
         batches = pack(
             groups,
-            ranks=2,
+            replicas=2,
             micro_batch_tokens=random.choice([7, 40, 400]),
             share_prompts=share_prompts,
             watched=watched,
@@ -229,7 +229,7 @@ def sparse_step(selected_TLb: Any) -> TrainBatch:
         version_T=np.where(trainable, 0, -1).astype(np.int32),
         selected_TLb=selected_TLb,
     )
-    return pack([scored([trajectory(segment)], [1.0])], ranks=1, micro_batch_tokens=64)[0]
+    return pack([scored([trajectory(segment)], [1.0])], replicas=1, micro_batch_tokens=64)[0]
 
 
 def latest(top_k: int) -> Any:

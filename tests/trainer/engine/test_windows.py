@@ -78,7 +78,7 @@ def learning(stage: int, *, model: str = "untied", **changes: object) -> Scenari
         def packed(seed: int):
             return pack_sft(
                 lessons(seed),
-                ranks=trainer.data_parallel,
+                replicas=trainer.data_parallel,
                 micro_batch_tokens=trainer.micro_batch_tokens,
             )[local]
 
