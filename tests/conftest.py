@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # The same examples in every run; others with `--hypothesis-profile=explore`.
 SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("explore", **SLOW)
-settings.register_profile("suite", derandomize=True, database=None, max_examples=50, **SLOW)
+settings.register_profile("suite", derandomize=True, database=None, max_examples=20, **SLOW)
 settings.load_profile("suite")
 
 # Without a token, the first test that starts Ray writes one to the home folder

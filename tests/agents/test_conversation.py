@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.agents.conversation import Conversation
@@ -36,7 +36,6 @@ TURNS = st.lists(
 """The number of messages after each turn, and how they continue the context."""
 
 
-@settings(deadline=None)
 @given(turns=TURNS, plain=st.booleans(), thinking=st.booleans(), silent=st.booleans())
 def test_tokens_are_trained_once_with_their_rows(
     turns: Any, plain: bool, thinking: bool, silent: bool

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.agents.episode import ContextShortener, _Method
@@ -364,7 +364,6 @@ def test_summary_is_asked_for_where_it_fits() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(deadline=None)
 @given(data=st.data(), opening=st.integers(1, 120), most=st.integers(1, 4))
 def test_endless_policy_ends_with_calls_intact(
     method: str, data: st.DataObject, opening: int, most: int

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.data.stream import Stream
@@ -27,7 +27,6 @@ def ids(taken: list[Prompt]) -> list[str]:
     return [prompt.prompt_id for prompt in taken]
 
 
-@settings(deadline=None)
 @given(first=st.integers(0, 40), then=st.integers(0, 40))
 def test_restored_stream_continues(first: int, then: int) -> None:
     uninterrupted = stream()
@@ -60,7 +59,6 @@ def test_epochs() -> None:
     assert len({tuple(first), tuple(second), tuple(ids(prompts("a", 20)))}) == 3
 
 
-@settings(deadline=None)
 @given(count=st.integers(1, 100))
 def test_weights(count: int) -> None:
     drawn = Counter(prompt.domain for prompt in stream().take(count))

@@ -16,8 +16,9 @@ from tests.model.families import VOCAB, build
 from tests.model.quantised import HALVES, quantise, quantise_weight, set_block
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
-@pytest.mark.parametrize("block", [(128, 128), (12, 20)], ids=["published", "small"])
+@pytest.mark.parametrize(
+    ("family", "block"), [("deepseek_v3", (128, 128)), ("deepseek_v32", (12, 20))]
+)
 def test_weights_are_dequantised(family: str, block: tuple[int, int], tmp_path: Path) -> None:
     model = build(family).eval()
     model.save_pretrained(tmp_path)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -101,7 +101,6 @@ def test_batches_match_a_dense_softmax(plan, sizes):
     against_dense(*case(sizes, vocab=11, dim=6), temperature=0.7)
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 13), min_size=1, max_size=12),
     gemm=st.booleans(),

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.rewards.length import _KEPT_LEAD, LengthRule
@@ -37,7 +37,6 @@ def arrays(group: list[tuple[float, int, float]]) -> tuple[np.ndarray, np.ndarra
     return correct + extra, correct, tokens
 
 
-@settings(max_examples=40, deadline=None)
 @given(GROUP, RULE, st.booleans())
 def test_means_stay_and_leads_keep_their_sign(
     group: list[tuple[float, int, float]], rule: LengthRule, wrong_too: bool
@@ -59,7 +58,6 @@ def test_means_stay_and_leads_keep_their_sign(
         assert (np.diff(added[members][order]) <= 1e-9).all()
 
 
-@settings(max_examples=40, deadline=None)
 @given(GROUP, DAPO, st.booleans())
 def test_overlong_is_dapos_up_to_a_constant(
     group: list[tuple[float, int, float]], rule: LengthRule, may_outweigh: bool

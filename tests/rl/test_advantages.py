@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.rl.advantages import group_advantages
@@ -11,7 +11,6 @@ from tests.rl.reference_grpo import advantages
 REWARDS = st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=8)
 
 
-@settings(deadline=None, max_examples=20)
 @given(REWARDS)
 def test_advantages_match_the_definition(rewards: list[float]) -> None:
     actual = group_advantages(torch.tensor(rewards, dtype=torch.float64))
@@ -19,7 +18,6 @@ def test_advantages_match_the_definition(rewards: list[float]) -> None:
     assert actual.sum().abs() < 1e-12
 
 
-@settings(deadline=None, max_examples=20)
 @given(st.floats(-10, 10, width=32), st.integers(1, 9), st.sampled_from(["none", "std"]))
 def test_equal_rewards_give_exact_zeros(reward, size, scale) -> None:
     for dtype in (torch.float32, torch.float64):

@@ -41,7 +41,6 @@ def contexts_of(batch: MicroBatch) -> list[list[int]]:
     ]
 
 
-@settings(deadline=None, max_examples=20)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 400))
 def test_every_context_is_packed_once(seed: int, replicas: int, capacity: int) -> None:
     groups = prompted_groups(seed)
@@ -62,7 +61,6 @@ def test_every_context_is_packed_once(seed: int, replicas: int, capacity: int) -
     assert sorted(actual) == sorted(tuple(one.token_ids_T.tolist()) for one in segments_of(groups))
 
 
-@settings(deadline=None, max_examples=20)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 400))
 def test_capacity_includes_key_value_copies(seed: int, replicas: int, capacity: int) -> None:
     groups = prompted_groups(seed)
@@ -80,7 +78,7 @@ def test_capacity_includes_key_value_copies(seed: int, replicas: int, capacity: 
     assert sum(len(b.token_ids_N) for b in shared) <= sum(len(b.token_ids_N) for b in plain)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(SEEDS, st.integers(1, 3), st.integers(20, 400))
 def test_sharing_does_not_change_the_gradient(seed: int, replicas: int, capacity: int) -> None:
     groups = prompted_groups(seed)
@@ -227,7 +225,7 @@ def long_groups(seed: int, *, groups: int = 3, size: int = 3, most: int = 7) -> 
     return result
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(SEEDS, st.integers(1, 25), st.integers(1, 4), st.none() | st.floats(0, 1))
 @example(1, 6, 2, 0.5)
 def test_splitting_changes_neither_loss_nor_metrics(seed, capacity, replicas, delta) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -120,7 +120,6 @@ def test_mask_carries_no_gradient() -> None:
     assert good.loss(mask_delta=just_masked)[0].metrics["mask/sequence_fraction"].value == 0
 
 
-@settings(deadline=None, max_examples=20)
 @given(st.integers(0, 2**31), LENGTHS, st.integers(1, 4), st.booleans())
 def test_shares_of_any_split_add_up(seed, lengths, parts, inside) -> None:
     batch = LossInputs.random(seed, lengths, drift=1.0)
@@ -335,7 +334,6 @@ def test_boundary_arguments_are_accepted() -> None:
 MASKS_SOME = {"seed": 3, "lengths": [3, 1, 4, 2], "drift": 1.0, "kl": "unbiased_k3", "delta": 0.2}
 
 
-@settings(deadline=None, max_examples=30)
 @given(
     seed=st.integers(0, 2**31),
     lengths=st.lists(st.integers(1, 5), min_size=1, max_size=5),
@@ -367,7 +365,6 @@ def mask(gap: list[float], advantage: list[float], sequence: list[int], delta: f
     return off_policy_sequence_mask(*rows, **knobs).tolist()
 
 
-@settings(deadline=None, max_examples=20)
 @given(st.integers(0, 2**31), LENGTHS, st.floats(0, 1.5))
 def test_mask_matches_the_oracle(seed: int, lengths: list[int], delta: float) -> None:
     batch = LossInputs.random(seed, lengths, drift=1.0)

@@ -33,7 +33,7 @@ from tests.rl.rollouts import (
 SEEDS = st.integers(0, 2**31)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 60))
 def test_every_token_arrives_once_with_its_data(seed, replicas, capacity) -> None:
     groups = random_groups(seed)
@@ -66,7 +66,7 @@ def with_losses(groups: Sequence[ScoredGroup], random: Random) -> list[ScoredGro
     return made
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 60), st.integers(1, 3), st.booleans())
 def test_groups_have_equal_weight(seed, replicas, capacity, updates, skip) -> None:
     groups = with_losses(random_groups(seed), Random(seed))
@@ -88,7 +88,7 @@ def test_groups_have_equal_weight(seed, replicas, capacity, updates, skip) -> No
         assert sum(weights) == pytest.approx(batches[0].total_sequences)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 60))
 def test_trajectories_stay_whole_within_capacity(seed, replicas, capacity) -> None:
     groups = random_groups(seed)
@@ -121,7 +121,7 @@ def test_trajectories_stay_whole_within_capacity(seed, replicas, capacity) -> No
     assert batches[0].split_sequences == sum(sizes != [0] for sizes in pieces.values())
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(SEEDS, st.integers(1, 5), st.integers(1, 80), st.booleans())
 def test_packing_does_not_change_the_gradient(seed, replicas, capacity, skip) -> None:
     groups = random_groups(seed)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.rl import strict_json
@@ -18,7 +18,6 @@ from tests.rl.rollouts import prompt, scored, segment, trajectory
 SPANS = st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=6)
 
 
-@settings(deadline=None, max_examples=20)
 @given(SPANS, SPANS, st.data())
 def test_sampling_masks_behave_like_lists_of_spans(first, second, data) -> None:
     a, b = SamplingMasks.from_lists(first), SamplingMasks.from_lists(second)

@@ -4,7 +4,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.configs.schema import AlgorithmConfig
@@ -30,7 +30,6 @@ def test_resumed_room_ends_at_the_next_publication() -> None:
     assert resumed.room() == 4 * 2
 
 
-@settings(deadline=None)
 @given(
     lag=st.integers(0, 3),
     every=st.integers(1, 3),

@@ -212,19 +212,19 @@ COLOCATED = {
 }
 
 
-@pytest.mark.parametrize("device", ["auto", "gpu"])
 @pytest.mark.parametrize(
-    ("machine", "layout"),
+    ("machine", "device", "layout"),
     [
-        (Machine(gpus=1, gib=139.0), {"rollout.gpu_memory_utilization": 0.85}),
-        (Machine(gpus=8, gib=80.0), {"trainer.ranks": 4, "trainer.zero_stage": 3}),
-        (Machine(gpus=1, nodes=2, gib=16.0), {**COLOCATED, "rollout.time_share": True}),
-        (Machine(gpus=2, gib=48.0), COLOCATED),
-        (Machine(gpus=2, gib=4.0), {"rollout.gpu_memory_utilization": 0.97}),
+        (Machine(gpus=1, gib=139.0), "auto", {"rollout.gpu_memory_utilization": 0.85}),
+        (Machine(gpus=8, gib=80.0), "gpu", {"trainer.ranks": 4, "trainer.zero_stage": 3}),
+        (Machine(gpus=1, nodes=2, gib=16.0), "auto", {**COLOCATED, "rollout.time_share": True}),
+        (Machine(gpus=1, nodes=2, gib=16.0), "gpu", {**COLOCATED, "rollout.time_share": True}),
+        (Machine(gpus=2, gib=48.0), "auto", COLOCATED),
+        (Machine(gpus=2, gib=4.0), "gpu", {"rollout.gpu_memory_utilization": 0.97}),
     ],
 )
 def test_check_refuses_what_train_refuses(
-    machine: Machine, layout: dict[str, Any], device: str, dataset: Dataset, tmp_path: Path
+    machine: Machine, device: str, layout: dict[str, Any], dataset: Dataset, tmp_path: Path
 ) -> None:
     path = write_recipe(tmp_path)
     plain = [f"run.device={device}", *(f"{k}={str(v).lower()}" for k, v in layout.items())]

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.rewards.code import verifier
@@ -136,7 +136,6 @@ def test_python_only_numbers_are_text(value: str) -> None:
     assert _same_text("12", "12.0000001", 1e-6) and _same_text(value, value, 1e-6)
 
 
-@settings(max_examples=100)
 @given(st.lists(st.tuples(ITEMS, ITEMS), max_size=5), st.booleans(), st.randoms())
 def test_sets_are_equal_in_some_order(
     pairs: list[tuple[Any, Any]], shuffled: bool, random: Any

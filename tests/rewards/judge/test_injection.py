@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from keel.configs.schema import JudgeConfig
@@ -92,7 +92,6 @@ def joined(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
 
-@settings(deadline=None)
 @given(TEXT)
 @example("\u2028<|im_end|>[INST]\ud800\U000e0041\r\n\x7f\ufeff")
 def test_encoding_is_one_line_and_lossless(text: str) -> None:

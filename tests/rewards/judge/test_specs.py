@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.configs.schema import ConfigError, JudgeConfig
@@ -151,7 +151,6 @@ def test_the_composed_reward() -> None:
 SCORE = st.sampled_from([0.0, 0.5, 1.0])
 
 
-@settings(deadline=None)
 @given(SCORE, SCORE, SCORE, SCORE, st.floats(0.5, 1))
 def test_honesty_pays(
     claimed: float, score: float, verifier: float, own: float, alpha: float

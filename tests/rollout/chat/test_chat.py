@@ -61,7 +61,7 @@ def test_without_tools_no_call_format_is_needed(name: str, thinking: bool) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_extensions_equal_one_render(name: str, data: st.DataObject) -> None:
     chat = chat_of(name)
@@ -164,7 +164,6 @@ OTHERS = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(st.one_of(ASSISTANT, OTHERS), max_size=12))
 def test_thinking_is_retained_as_in_deepseeks_own_code(messages: list[dict[str, Any]]) -> None:
     oracle = _load_deepseek_code().drop_thinking_messages(messages)
@@ -212,7 +211,7 @@ def hostile_text(draw: st.DrawFn, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_a_tool_result_yields_no_control_token(name: str, data: st.DataObject) -> None:
     chat, text = chat_of(name), data.draw(hostile_text(name))

@@ -43,7 +43,7 @@ def parse(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(words=st.text('ab<>|{}"\\é\n/', max_size=8), days=st.one_of(st.none(), st.integers()))
 def test_what_a_template_writes_is_read_back(name: str, words: str, days: int | None) -> None:
     chat = chat_of(name)
@@ -201,7 +201,6 @@ def test_cut_turns_are_not_closed() -> None:
     assert [type(call) for call in parsed.calls] == [ToolCall, Malformed]
 
 
-@settings(deadline=None, max_examples=30)
 @given(data=st.data(), name=st.sampled_from(NAMES), inside=st.booleans(), thinking=st.booleans())
 def test_nothing_a_policy_samples_is_too_much(
     data: st.DataObject, name: str, inside: bool, thinking: bool

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._dynamo.utils import counters
 
 from keel.rl.metrics import Metric, values
 from tests.trainer.engine.batches import LAYERS, TOP_K, Rollouts, write_model
@@ -109,6 +110,7 @@ def training(
         config = configure(ranks, stage, **changes)
         engine = ranks.engine(config, family)
         before = ranks.published(engine)
+        counters.clear()
         metrics = train(ranks, engine, config, range(SAVED_AFTER))
         folder = ranks.folder / f"{ranks.world_size}-{next(ranks.serial)}"
         if ranks.rank == 0:
@@ -117,6 +119,7 @@ def training(
             engine.save(folder)
         metrics += train(ranks, engine, config, range(SAVED_AFTER, STEPS))
         result = {"before": before, "after": ranks.published(engine), "metrics": metrics}
+        result["graphs"] = counters["stats"]["unique_graphs"]
         engine.export(folder / "exported")
         result["exported"] = folder / "exported"
         if resume:
