@@ -113,8 +113,8 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
     stages, root = _stages(config), Path(config.dir).expanduser()
     _check_waiting(stages, lessons)
     with WorkFolder(root, "dir", "distillation") as folder, _Commands() as commands:
-        done = folder.lines(_FINISHED_STAGES)
-        known = {str(line["name"]): str(line["command"]) for line in done.read()}
+        finished = folder.records(_FINISHED_STAGES, lambda line: (line["name"], line["command"]))
+        known: dict[str, str] = dict(finished)
         for stage in stages:
             if known.get(stage.name, str(stage)) != str(stage):
                 raise folder.error(
@@ -136,7 +136,8 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
                     print(f"{stage.name} did not finish; rerun the same command to resume it")
                     return status or commands.status or INTERRUPTED
             took = round(time.monotonic() - began, 3)
-            done.add({"name": stage.name, "command": str(stage), "seconds": took})
+            record = {"name": stage.name, "command": str(stage), "seconds": took}
+            folder.append(_FINISHED_STAGES, record)
             if commands.status:
                 return commands.status
         lines = _report(config, root)

@@ -5,15 +5,32 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self, TypeVar
 
 from keel.configs.paths import write_whole
 from keel.configs.sections.base import ConfigError
 
 _SETTINGS = "settings.json"
+_R = TypeVar("_R")
+
+
+def read_records(path: Path, parse: Callable[[Any], _R], kind: str) -> list[_R]:
+    """Parse the lines of a file written by Keel, ignoring an incomplete last line. Raises
+    ConfigError with the file name and line number of a malformed line."""
+    records: list[_R] = []
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read as {kind}: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(parse(json.loads(line.decode("utf-8", "surrogatepass"))))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{path}:{number}: not a line of {kind}: {error}") from error
+    return records
 
 
 class WorkFolder:
@@ -22,7 +39,8 @@ class WorkFolder:
     def __init__(self, path: Path, knob: str, work: str) -> None:
         """Set up the object without creating the folder. Error messages name the setting `knob` and
         use `work` to describe what the command does."""
-        self.path, self._label, self._work = path, f"{knob} = {path}", work
+        self.path, self._knob, self._work = path, knob, work
+        self._files: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -34,14 +52,20 @@ class WorkFolder:
                 running = isinstance(error, BlockingIOError)
                 why = f"another {self._work} is running" if running else error.strerror
                 raise self.error(f"{why}. Choose another folder") from error
-            self._stack = stack.pop_all()
+            self.resume()
+            self._lock = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        for file in self._files.values():
+            file.close()
+        self._lock.close()
+
+    def resume(self) -> None:
+        """Read what earlier starts of the command have left in the folder, once it is locked."""
 
     def error(self, reason: str) -> ConfigError:
-        return ConfigError(f"{self._label}: {reason}")
+        return ConfigError(f"{self._knob} = {self.path}: {reason}")
 
     def changed(self, settings: Mapping[str, Any]) -> list[str]:
         """Return one line for each difference from the recorded settings, or [] if nothing has been
@@ -67,35 +91,17 @@ class WorkFolder:
     def write(self, name: str, text: str) -> None:
         write_whole(self.path / name, text)
 
-    def lines(self, name: str) -> _JsonLines:
-        """Open a JSON Lines file for appending, after removing any incomplete last line. Raises
-        ConfigError if it can't be opened."""
-        try:
-            file = self._stack.enter_context((self.path / name).open("a+b"))
-        except OSError as error:
-            raise self.error(f"{name} cannot be opened: {error.strerror}") from error
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-        return _JsonLines(file)
+    def records(self, name: str, parse: Callable[[Any], _R]) -> list[_R]:
+        """Read the records that `append` has written to a file, if it exists."""
+        path = self.path / name
+        return read_records(path, parse, f"this {self._work}") if path.exists() else []
 
-
-class _JsonLines:
-    """A JSON Lines file that is flushed after every line."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def read(self) -> list[Any]:
-        self._file.seek(0)
-        values: list[Any] = []
-        for number, line in enumerate(self._file, start=1):
-            try:
-                values.append(json.loads(line.decode("utf-8", "surrogatepass")))
-            except ValueError as error:
-                raise ValueError(f"{self._file.name}:{number}: {error}") from error
-        return values
-
-    def add(self, line: Any) -> None:
-        text = json.dumps(line, ensure_ascii=False) + "\n"
-        self._file.write(text.encode("utf-8", "surrogatepass"))
-        self._file.flush()
+    def append(self, name: str, record: Any) -> None:
+        """Append a record to a JSON Lines file, in place of any incomplete last line."""
+        if name not in self._files:
+            self._files[name] = file = (self.path / name).open("a+b")
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+        text = json.dumps(record, ensure_ascii=False) + "\n"
+        self._files[name].write(text.encode("utf-8", "surrogatepass"))
+        self._files[name].flush()

@@ -10,19 +10,19 @@ settings.json   the settings that affect the completions
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
 from keel.configs.schema import Config, ConfigError
-from keel.configs.work_folder import WorkFolder
-from keel.data.items import prompt_digest, read_records
+from keel.configs.work_folder import WorkFolder, read_records
+from keel.data.items import prompt_digest
 from keel.rl.records import trajectory_record
 from keel.rl.summary import ERROR, passed
 from keel.rl.types import Prompt, ScoredGroup, Trajectory
 
+_SAMPLES, _RESULTS = "samples.jsonl", "results.json"
 _DEPENDS_ON = (
     *("eval.", "rollout.sampling.", "agents.", "run.seed", "model.path"),
     *("endpoint.tells_thinking", "endpoint.extra"),
@@ -137,7 +137,7 @@ def read_evaluation(folder: Path) -> list[SampledPrompt]:
     """Read `samples.jsonl`. Raises ConfigError with the file name and line number of a malformed
     line."""
     kind = "an evaluation (a folder of keel eval)"
-    return read_records(folder / "samples.jsonl", lambda line: SampledPrompt(**line), kind)
+    return read_records(folder / _SAMPLES, lambda line: SampledPrompt(**line), kind)
 
 
 def to_trajectory_record(sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,13 +149,15 @@ def to_trajectory_record(sample: Mapping[str, Any]) -> dict[str, Any]:
     return {**record, "messages": messages, "parts": parts, "reward": sample["correct"]}
 
 
-class EvaluationFolder:
-    """The results folder of an evaluation. Use it as a context manager to keep it locked."""
+class EvaluationFolder(WorkFolder):
+    """The results folder of an evaluation: an unfinished one with the same settings, or a new
+    one."""
 
     def __init__(self, config: Config, policy: str, name: str) -> None:
-        self._given = bool(config.eval.dir)
+        """Choose the folder. Raises ConfigError if `eval.dir` holds another evaluation."""
         under = Path(config.run.dir).expanduser() / "eval" / name
-        self.path = Path(config.eval.dir).expanduser() if self._given else under
+        path = Path(config.eval.dir).expanduser() if config.eval.dir else under
+        super().__init__(path, "eval.dir", "evaluation")
         variants = json.dumps([asdict(one) for one in config.eval.each_variant])
         self._settings = {"policy": policy, "variants": variants} | {
             knob: repr(value)
@@ -165,33 +167,21 @@ class EvaluationFolder:
         }
         self.asked: list[SampledPrompt] = []
         self._number = self._passes = 0  # running totals: progress is logged after each prompt
+        while (self.path / _RESULTS).exists() or self.changed(self._settings):
+            if config.eval.dir:
+                raise self.error(
+                    "holds an evaluation that has ended or has other settings; choose another "
+                    "folder"
+                )
+            # The series of names is step_20, step_20.2, step_20.3.
+            name, _, number = self.path.name.partition(".")
+            self.path = self.path.with_name(f"{name}.{int(number or 1) + 1}")
 
-    def __enter__(self) -> Self:
-        """Resume an unfinished evaluation with the same settings, or start one in a new folder.
-        Raises ConfigError if neither is possible."""
-        while True:
-            with ExitStack() as stack:
-                folder = stack.enter_context(WorkFolder(self.path, "eval.dir", "evaluation"))
-                if (self.path / "results.json").exists() or folder.changed(self._settings):
-                    if self._given:
-                        raise folder.error(
-                            "holds an evaluation that has ended or has other settings; choose "
-                            "another folder"
-                        )
-                    # The series of names is step_20, step_20.2, step_20.3.
-                    name, _, number = self.path.name.partition(".")
-                    self.path = self.path.with_name(f"{name}.{int(number or 1) + 1}")
-                    continue
-                folder.claim(self._settings)
-                self._folder, self._lines = folder, folder.lines("samples.jsonl")
-                self.asked = read_evaluation(self.path)
-                self._number = sum(request.number for request in self.asked)
-                self._passes = sum(request.passes for request in self.asked)
-                self._opened = stack.pop_all()
-                return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
+    def resume(self) -> None:
+        self.claim(self._settings)
+        self.asked = self.records(_SAMPLES, lambda line: SampledPrompt(**line))
+        self._number = sum(request.number for request in self.asked)
+        self._passes = sum(request.passes for request in self.asked)
 
     def waiting(self, variant: str, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts not yet sampled in this variant. Raises ConfigError if a sampled
@@ -206,7 +196,7 @@ class EvaluationFolder:
         return [prompt for prompt in prompts if prompt.prompt_id not in known]
 
     def add(self, request: SampledPrompt) -> None:
-        self._lines.add(asdict(request))
+        self.append(_SAMPLES, asdict(request))
         self.asked.append(request)
         self._number += request.number
         self._passes += request.passes
@@ -218,4 +208,4 @@ class EvaluationFolder:
 
     def finish(self, result: Mapping[str, Any]) -> None:
         content = {"settings": self._settings, "results": result}
-        self._folder.write("results.json", json.dumps(content, indent=1) + "\n")
+        self.write(_RESULTS, json.dumps(content, indent=1) + "\n")

@@ -2,16 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.configs.system_prompts import system_prompt, with_system
 from keel.rl.types import Prompt
-
-_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,22 +56,6 @@ def first_lines(lines: Sequence[str], limit: int = 10) -> list[str]:
 def malformed_error(line: str, knob: str) -> ConfigError:
     """Create an error about a malformed line, which begins with its location."""
     return ConfigError(f"{line} ({knob}; repair it, or set on_bad_line: skip)")
-
-
-def read_records(path: Path, parse: Callable[[Any], _R], kind: str) -> list[_R]:
-    """Parse the lines of a file written by Keel, ignoring an incomplete last line. Raises
-    ConfigError with the file name and line number of a malformed line."""
-    records: list[_R] = []
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read as {kind}: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(parse(json.loads(line.decode("utf-8", "surrogatepass"))))
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path}:{number}: not a line of {kind}: {error}") from error
-    return records
 
 
 def make_prompt(

@@ -10,17 +10,16 @@ completion does not pass.
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import Any
 
 from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
 from keel.configs.paths import write_whole
 from keel.configs.schema import Config
 from keel.configs.work_folder import WorkFolder
-from keel.data.items import prompt_digest, read_records, remove_source_system
+from keel.data.items import prompt_digest, remove_source_system
 from keel.data.results import align_columns, domains_to_show
 from keel.rl.summary import evaluation, pass_at_k
 from keel.rl.types import Prompt, ScoredGroup
@@ -69,17 +68,7 @@ def _compute_pass_rate(prompt: Prompt, source: str, groups: Sequence[ScoredGroup
     )
 
 
-def _read_pass_rates(path: Path) -> dict[str, _PassRate]:
-    """Read a table of pass rates. If an ID occurs more than once, the last line wins. Raises
-    ConfigError with the file name and line number of a malformed line."""
-
-    def parse(line: dict[str, Any]) -> _PassRate:
-        line.pop("pass_rate", None)
-        return _PassRate(**line)
-
-    return {rate.id: rate for rate in read_records(path, parse, "pass rates")}
-
-
+_TABLE = "pass_rates.jsonl"
 _SECTIONS = (
     *("model.", "data.", "rewards.", "rollout.sampling.", "agents.", "eval.", "run.seed"),
     *("endpoint.tells_thinking", "endpoint.extra"),
@@ -94,15 +83,15 @@ _SAMPLING_KNOBS = (
 )
 
 
-class FilterFolder:
-    """The results folder of `keel filter`. Use it as a context manager to keep it locked."""
+class FilterFolder(WorkFolder):
+    """The results folder of `keel filter`."""
 
     def __init__(
         self, config: Config, prompts: Mapping[str, Sequence[Prompt]], policy: str
     ) -> None:
         run = Path(config.run.dir).expanduser()
-        self.path = Path(config.filter.dir).expanduser() if config.filter.dir else run / "filter"
-        self._table_path = self.path / "pass_rates.jsonl"
+        path = Path(config.filter.dir).expanduser() if config.filter.dir else run / "filter"
+        super().__init__(path, "filter.dir", "filter")
         self._filter = config.filter
         self._sources = {s.name: s for s in config.data.sources if s.name in prompts}
         self._settings = {"policy": policy} | {
@@ -117,33 +106,31 @@ class FilterFolder:
         self._rates: dict[str, _PassRate] = {}
         self._number = 0  # running total of kept prompts: progress is logged after each prompt
 
-    def __enter__(self) -> Self:
-        """Lock the folder and read its pass rates. Raises ConfigError if the folder isn't writable,
-        is in use, or was created with a different policy, settings or prompts."""
-        with ExitStack() as stack:
-            folder = stack.enter_context(WorkFolder(self.path, "filter.dir", "filter"))
-            if changed := folder.changed(self._settings):
-                listed = "\n  ".join(changed)
-                raise folder.error(
-                    f"holds pass rates of other settings:\n  {listed}\n"
-                    "Choose another filter.dir, or restore these settings to resume it"
-                )
-            self._lines = folder.lines(self._table_path.name)
-            self._rates = _read_pass_rates(self._table_path)
-            for name, rate in self._rates.items():
-                prompt, _ = self._prompts.get(name, (None, ""))
-                if prompt is None or prompt_digest(prompt) != rate.digest:
-                    raise folder.error(
-                        f"has the pass rate of {name}, but the data (or run.seed) has changed. "
-                        "Restore it, or choose another filter.dir"
-                    )
-            self._number = len(self._kept())
-            folder.claim(self._settings)
-            self._opened = stack.pop_all()
-        return self
+    def resume(self) -> None:
+        """Read the pass rates. Raises ConfigError if they belong to a different policy, settings or
+        prompts."""
+        if changed := self.changed(self._settings):
+            listed = "\n  ".join(changed)
+            raise self.error(
+                f"holds pass rates of other settings:\n  {listed}\n"
+                "Choose another filter.dir, or restore these settings to resume it"
+            )
 
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
+        def parse(line: dict[str, Any]) -> _PassRate:
+            line.pop("pass_rate", None)
+            return _PassRate(**line)
+
+        # Prompts without a scored completion are sampled again, and the last line counts.
+        self._rates = {rate.id: rate for rate in self.records(_TABLE, parse)}
+        for name, rate in self._rates.items():
+            prompt, _ = self._prompts.get(name, (None, ""))
+            if prompt is None or prompt_digest(prompt) != rate.digest:
+                raise self.error(
+                    f"has the pass rate of {name}, but the data (or run.seed) has changed. "
+                    "Restore it, or choose another filter.dir"
+                )
+        self._number = len(self._kept())
+        self.claim(self._settings)
 
     @property
     def waiting(self) -> list[Prompt]:
@@ -152,7 +139,7 @@ class FilterFolder:
 
     def record(self, prompt: Prompt, groups: Sequence[ScoredGroup]) -> None:
         rate = _compute_pass_rate(prompt, self._prompts[prompt.prompt_id][1], groups)
-        self._lines.add({**asdict(rate), "pass_rate": rate.rate})
+        self.append(_TABLE, {**asdict(rate), "pass_rate": rate.rate})
         self._number += self._keeps(rate) - self._keeps(self._rates.get(rate.id))
         self._rates[rate.id] = rate
 
@@ -184,7 +171,7 @@ class FilterFolder:
                 *self._table(),
                 *self._left_out(),
                 *([pending] if waiting else []),
-                f"pass rates      {self._table_path}",
+                f"pass rates      {self.path / _TABLE}",
                 f"kept prompts    {folder}",
             ]
         )

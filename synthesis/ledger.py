@@ -9,14 +9,14 @@ report.json      totals: made, kept, rejected by gate with reasons, tokens and m
 import json
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from keel.configs.work_folder import WorkFolder
 from keel.synthesis.author import CallUsage
 
+_OUTCOMES, _USAGE = "outcomes.jsonl", "usage.jsonl"
 _MAX_REASONS = 5
 _MAX_REASON = 500
 
@@ -38,48 +38,35 @@ class Rejected(Exception):
         self.gate, self.reason = gate, reason
 
 
-class Ledger:
+class Ledger(WorkFolder):
     """Records outcomes and usage in a folder, which it creates and locks. Folders that belong to
     another synthesis are rejected."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        self.folder = folder
+        super().__init__(folder, "dir", "synthesis")
         self._settings = settings
         self.outcomes: dict[str, TaskOutcome] = {}
         self.spent: list[CallUsage] = []
 
-    def __enter__(self) -> Self:
-        """Open the folder. Raises ConfigError if it is in use, can't be written to, or was created
-        with other settings."""
-        with ExitStack() as stack:
-            folder = stack.enter_context(WorkFolder(self.folder, "dir", "synthesis"))
-            self._outcomes, self._usage = map(folder.lines, ("outcomes.jsonl", "usage.jsonl"))
-            try:
-                outcomes = [TaskOutcome(**line) for line in self._outcomes.read()]
-                self.spent = [CallUsage(**line) for line in self._usage.read()]
-            except (ValueError, TypeError) as error:
-                raise folder.error(f"cannot be read: {error}") from error
-            self.outcomes = {outcome.key: outcome for outcome in outcomes}
-            # A start that failed before it made anything has not claimed the folder.
-            if self.outcomes or self.spent:
-                if changed := folder.changed(self._settings):
-                    reason = f"was made with other settings: {', '.join(changed)}"
-                    raise folder.error(f"{reason}. Choose another folder")
-            else:
-                folder.claim(self._settings)
-            self._opened = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
+    def resume(self) -> None:
+        """Read the folder. Raises ConfigError if it was created with other settings."""
+        outcomes = self.records(_OUTCOMES, lambda line: TaskOutcome(**line))
+        self.spent = self.records(_USAGE, lambda line: CallUsage(**line))
+        self.outcomes = {outcome.key: outcome for outcome in outcomes}
+        # A start that failed before it made anything has not claimed the folder.
+        if not self.outcomes and not self.spent:
+            self.claim(self._settings)
+        elif changed := self.changed(self._settings):
+            reason = f"was made with other settings: {', '.join(changed)}"
+            raise self.error(f"{reason}. Choose another folder")
 
     def used(self, usage: CallUsage) -> None:
         self.spent.append(usage)
-        self._usage.add(asdict(usage))
+        self.append(_USAGE, asdict(usage))
 
     def add(self, outcome: TaskOutcome) -> None:
         """Record a task's outcome. The task's files must already be in the folder."""
-        self._outcomes.add(asdict(outcome))
+        self.append(_OUTCOMES, asdict(outcome))
         self.outcomes[outcome.key] = outcome
 
     def report(self) -> dict[str, Any]:
@@ -104,5 +91,5 @@ class Ledger:
             "authors": sorted({usage.model for usage in self.spent}),
         }
         text = json.dumps(report, indent=2, ensure_ascii=False)
-        (self.folder / "report.json").write_bytes((text + "\n").encode(errors="replace"))
+        (self.path / "report.json").write_bytes((text + "\n").encode(errors="replace"))
         return report

@@ -305,17 +305,17 @@ def work_folder(path: Path) -> WorkFolder:
 def test_work_folder_resumes_after_the_last_whole_line(tmp_path: Path) -> None:
     line = {"text": "é \ud800", "n": 1}
     with work_folder(tmp_path) as folder:
+        assert folder.records("x.jsonl", dict) == []
         folder.claim({"seed": 1})
-        folder.lines("x.jsonl").add(line)
+        folder.append("x.jsonl", line)
     with (tmp_path / "x.jsonl").open("ab") as file:
         file.write('{"text": "é'.encode()[:-1])  # cut inside a character
     with work_folder(tmp_path) as folder:
         assert folder.changed({"seed": 1}) == []
         assert folder.changed({"seed": 2, "k": 3}) == ["seed: 1 → 2", "k: (absent) → 3"]
-        lines = folder.lines("x.jsonl")
-        assert lines.read() == [line]
-        lines.add([2])
-        assert lines.read() == [line, [2]]
+        assert folder.records("x.jsonl", dict) == [line]
+        folder.append("x.jsonl", {"n": 2})
+        assert folder.records("x.jsonl", dict) == [line, {"n": 2}]
 
 
 def test_work_folder_is_exclusive_and_names_bad_files(tmp_path: Path) -> None:
@@ -326,8 +326,8 @@ def test_work_folder_is_exclusive_and_names_bad_files(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"settings\.json"):
             folder.changed({})
         (folder.path / "x.jsonl").write_text("{}\n{]\n")
-        with pytest.raises(ValueError, match=r"x\.jsonl:2: "):
-            folder.lines("x.jsonl").read()
+        with pytest.raises(ConfigError, match=r"x\.jsonl:2: "):
+            folder.records("x.jsonl", dict)
 
 
 def test_neighbouring_files_precede_shipped_recipes(tmp_path: Path) -> None:
