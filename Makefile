@@ -77,7 +77,7 @@ format: install  ## Put the code into the house style
 # In an environment of its own, so that nothing of it is needed for anything else. `--strict`: a link
 # or an anchor that leads nowhere ends it.
 docs: $(SITE)/.installed  ## Build the documentation into site/, every link checked
-	PYTHONPATH=$(CURDIR) $(SITE)/bin/python -m keel.commands.reference
+	PYTHONPATH=$(CURDIR) $(SITE)/bin/python -m docs.reference_pages
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
 	@echo "site/index.html"
 

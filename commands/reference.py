@@ -1,8 +1,4 @@
-"""`keel knobs NAME`: describe knobs and metrics. `keel recipes`: list recipes. Also generates
-reference pages in docs/.
-
-python -m keel.commands.reference   # writes docs/knobs.md and docs/metrics.md
-"""
+"""`keel knobs NAME`: describe knobs and metrics. `keel recipes`: list recipes."""
 
 import ast
 import inspect
@@ -10,7 +6,7 @@ import re
 import shutil
 import textwrap
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
@@ -57,7 +53,6 @@ _PAGES = {
 }
 """Maps the prefix of a knob to the page in docs/ that explains it. The longest matching prefix
 applies, unless the knob names a page."""
-_DOCS = Path(__file__).resolve().parents[1] / "docs"
 _WHOLE = 3
 """Maximum number of matches to describe in full."""
 
@@ -363,66 +358,3 @@ def list_recipes(name: str = "") -> str:
 def _about(recipe: Path) -> str:
     first_line, *_ = recipe.read_text(encoding="utf-8").splitlines()
     return first_line.removeprefix("# ").rstrip(".")
-
-
-_KNOBS = """# Knobs
-
-A recipe lists the differences from these defaults. Override a knob with `path.to.knob=value` on the
-command line; an entry of a list is named by its name or index: `data.sources[sums].size=64`.
-Several knobs of a section can be set together: `'run={steps: 20, seed: 1}'`. Lists and mappings
-with free keys, such as `rewards`, are replaced as a whole. The column **resume** tells whether a
-run folder can be continued with another value ([checkpoints](checkpoints.md)).
-"""
-_METRICS = """# Metrics
-
-Each line of `metrics.jsonl` in the run folder holds `step`, `time` (seconds since the epoch) and
-the applicable metrics of this page. `<set>`, `<domain>` and `<part>` stand for names of a recipe.
-**Healthy** is empty if the value depends on the task, and **otherwise** lists what to check first
-([troubleshooting](troubleshooting.md), [alarms](alarms.md)).
-"""
-
-
-def pages() -> Mapping[str, str]:
-    """Generate the reference pages in docs/, keyed by file name."""
-    knobs, recipe = [_KNOBS], "train"
-    for section in sections():
-        if section.recipe != recipe:
-            recipe = section.recipe
-            knobs.append(f"# {_RECIPES[recipe][1]}\n")
-        rows: list[tuple[str, ...]] = []
-        for knob in section.knobs:
-            values = ", ".join(filter(None, (knob.kind, knob.allowed)))
-            default = f"`{knob.default}`" if knob.default else "required"
-            name = f"`{knob.name.rpartition('.')[2]}`"
-            rows.append((name, default, values, knob.resume, _linked(knob.text)))
-        page = _page_of(section.name, "")
-        more = f" More: [{page}]({page}.md)." if page else ""
-        title = f"`{section.path}`" if section.path else "Top level"
-        table = _table(("knob", "default", "values", "resume", ""), rows)
-        knobs.append(f"## {title}\n\n{_linked(section.text)}{more}\n\n{table}")
-    metrics = [_METRICS]
-    for title, group in _metric_groups().items():
-        rows = []
-        for metric in group:
-            more = f" ([{metric.page}]({metric.page}.md))" if metric.page else ""
-            row = (f"`{metric.name}`", metric.unit, metric.text + more)
-            rows.append((*row, metric.healthy, metric.otherwise))
-        table = _table(("metric", "unit", "", "healthy", "otherwise"), rows)
-        metrics.append(f"## {title}\n\n{table}")
-    return {"knobs.md": "\n".join(knobs), "metrics.md": "\n".join(metrics)}
-
-
-def _linked(text: str) -> str:
-    return re.sub(r"docs/([\w-]+)\.md", r"[\1](\1.md)", text)
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines
-    )
-
-
-if __name__ == "__main__":
-    for page_name, page_text in pages().items():
-        (_DOCS / page_name).write_text(page_text, encoding="utf-8")

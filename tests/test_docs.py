@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from docs.reference_pages import pages
 from keel.commands.cli import main, parser
-from keel.commands.reference import all_knobs, find_metric, pages, sections
+from keel.commands.reference import all_knobs, find_metric, sections
 from keel.configs.load import load_config
 from keel.model.tiny.tokenizer import build_tokenizer
 from tests.model.stand_in import stand_in
