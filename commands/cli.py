@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -190,7 +190,7 @@ def _command(argv: Sequence[str] | None, fix_status: Callable[[int], None]) -> i
         root.print_help()
         return REFUSED
     try:
-        if arguments.command in _LIGHT:
+        if arguments.command not in _HEAVY:
             return _check_recipe(arguments) or _run_light(arguments)
         with watching():
             try:
@@ -223,12 +223,11 @@ def _run_heavy(arguments: argparse.Namespace) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from keel.model.imports import heavy_imports  # noqa: PLC0415
 
+    name, run = _COMMANDS[arguments.command]
     with waiting("loading libraries (torch, Ray, transformers)"), heavy_imports():
-        from keel.commands.dispatch import run  # noqa: PLC0415  torch, Ray, transformers: seconds
-    if arguments.command == "judge":
-        return run("judge", arguments)
-    recipe = arguments.run if arguments.command == "replay" else arguments.recipe
-    return run(arguments.command, recipe, arguments.override)
+        module = import_module(f"keel.{name}")
+        from keel.commands.exit_status import exit_status  # noqa: PLC0415  Ray: seconds
+    return exit_status(arguments, partial(run, module, arguments))
 
 
 def _report_missing(libraries: Sequence[str]) -> bool:
@@ -245,7 +244,7 @@ def _engine_for_cpus() -> bool:
 def _run_light(arguments: argparse.Namespace) -> int:
     from keel.configs.schema import ConfigError  # noqa: PLC0415
 
-    name, run = _LIGHT[arguments.command]
+    name, run = _COMMANDS[arguments.command]
     try:
         result = run(import_module(f"keel.{name}"), arguments)
     except (ConfigError, RuntimeError, OSError) as error:
@@ -274,21 +273,31 @@ def _run_serve(module: Any, arguments: argparse.Namespace) -> int | None:
     return module.serve(folder, arguments.override, host=host, port=port, gpu=gpu)
 
 
-_LIGHT: Mapping[str, tuple[str, Callable[[Any, argparse.Namespace], Any]]] = {
+_COMMANDS: Mapping[str, tuple[str, Callable[[Any, argparse.Namespace], Any]]] = {
     "chat": ("commands.serve", _run_serve),
+    "check": ("commands.train", lambda module, a: module.check(a.recipe, a.override)),
     "compare": ("data.results", lambda module, a: module.compare(a.first, a.second)),
     "distill": ("commands.distill", lambda module, a: module.distill(a.config)),
     "doctor": ("commands.doctor", lambda module, _: module.doctor()),
+    "eval": ("commands.evaluate", lambda module, a: module.evaluate(a.recipe, a.override)),
+    "filter": ("commands.evaluate", lambda module, a: module.filter_prompts(a.recipe, a.override)),
+    "judge": ("commands.judge", lambda module, a: module.judge(a)),
     "knobs": ("commands.reference", lambda module, a: module.describe(" ".join(a.name))),
     "new": ("commands.new", lambda module, a: module.new(a, lambda path: main(["check", path]))),
+    "pretrain": ("commands.train", lambda module, a: module.pretrain(a.recipe, a.override)),
     "recipes": ("commands.reference", lambda module, a: module.list_recipes(a.name)),
     "report": ("commands.report.page", lambda module, a: module.report(a.run, a.out)),
+    "replay": ("commands.replay", lambda module, a: module.replay(a.run, a.override)),
     "serve": ("commands.serve", _run_serve),
+    "sft": ("commands.train", lambda module, a: module.sft(a.recipe, a.override)),
     "synthesize": ("commands.synthesize", lambda module, a: module.synthesize(a.config)),
+    "train": ("commands.train", lambda module, a: module.train(a.recipe, a.override)),
     "watch": ("commands.report.page", lambda module, a: module.watch(a.run, a.port)),
 }
-"""Module and function of each command that needs neither torch nor Ray. The function returns an
-exit status, None, or text to print."""
+"""Module of each command, and the function to call with the module and the arguments. It returns
+an exit status, None, or text to print."""
+_HEAVY = frozenset(("check", "eval", "filter", "judge", "pretrain", "replay", "sft", "train"))
+"""Commands that need torch and Ray."""
 
 
 def _parse_arguments(

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ObjectLostError, RayTaskError
 
-from keel.commands import dispatch as commands
+from keel.commands import exit_status
+from keel.commands import train as train_module
 from keel.commands.cli import main
 from keel.configs.load import load_config
 from keel.model import ray_timeouts
@@ -273,8 +274,8 @@ def test_preempted_command_has_its_own_status(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("KEEL_TRACEBACK", raising=False)
-    monkeypatch.setattr(commands, "lost_reason", lambda: "")
-    monkeypatch.setitem(commands.COMMANDS, "check", command)
+    monkeypatch.setattr(exit_status, "lost_reason", lambda: "")
+    monkeypatch.setattr(train_module, "check", command)
     assert main(["check", "quickstart"]) == status
     assert ("SIGTERM" in capsys.readouterr().err) == (status == PREEMPTED)
 

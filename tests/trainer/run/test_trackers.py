@@ -1,5 +1,6 @@
 """Trackers receive everything exactly once and never delay a run."""
 
+import argparse
 import json
 import os
 import sqlite3
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from keel.commands import dispatch as commands
+from keel.commands import exit_status as commands
 from keel.configs.schema import AlarmsConfig
 from keel.rl.metrics import Mean
 from keel.trainer.run.journal import CostRates, Journal, note
@@ -149,8 +150,8 @@ def test_failure_is_printed_once_and_caught_up(run: Run, monkeypatch: pytest.Mon
 def test_hanging_tracker_is_abandoned(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     statuses: list[int] = []
     monkeypatch.setattr(commands, "exit_now", statuses.append)
-    monkeypatch.setitem(commands.COMMANDS, "check", lambda *_: None)
-    assert commands.run("check") == 0 and not statuses
+    check = argparse.Namespace(command="check")
+    assert commands.exit_status(check, lambda: None) == 0 and not statuses
     run.tracker.released.clear()
     run.write(0, 1)
     thread = run.start(hang_s=0.0)
@@ -160,7 +161,7 @@ def test_hanging_tracker_is_abandoned(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert len(run.lines) == 1
     run.close(thread, "finished", 1, seconds=0.1)
     assert "0 of 1 steps" in run.lines[1]
-    commands.run("check")
+    commands.exit_status(check, lambda: None)
     assert statuses == [0]
     run.tracker.released.set()
     assert thread.done.wait(PATIENCE_S)
@@ -182,7 +183,7 @@ how = (Path(sys.argv[1]), {"data.sources[s].size": 1}, say)
 threads = [_TrackerThread(n, _TRACKERS[n], *how) for n in names]
 _close_threads(threads, "finished", 3, say, float(sys.argv[2]))
 print("abandoned" if has_abandoned_threads() else "sent all")
-exit_now(0)  # as `keel.commands.dispatch.run` does
+exit_now(0)  # as `keel.commands.exit_status` does
 """
 
 

@@ -1,17 +1,13 @@
-"""Run the commands that import the training libraries, and turn their errors into exit statuses."""
+"""Turn the errors of the commands that use torch and Ray into exit statuses."""
 
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ray.exceptions import RayError
 
-from keel.commands.evaluate import evaluate, filter_prompts
-from keel.commands.judge import judge
-from keel.commands.replay import replay
-from keel.commands.train import check, pretrain, sft, train
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
 from keel.model.ray_timeouts import RayLost, lost_reason
@@ -30,36 +26,25 @@ from keel.trainer.run.trackers import has_abandoned_threads
 
 _RESUMES = "rerun the same command to resume"
 
-COMMANDS: dict[str, Callable[..., int | None]] = {
-    "train": train,
-    "sft": sft,
-    "pretrain": pretrain,
-    "check": check,
-    "eval": evaluate,
-    "filter": filter_prompts,
-    "judge": judge,
-    "replay": replay,
-}
 
-
-def run(command: str, *arguments: Any) -> int:
+def exit_status(arguments: Namespace, run: Callable[[], int | None]) -> int:
     """Run a command and return its exit status. Errors are printed without a traceback unless
     KEEL_TRACEBACK is set."""
 
     def end(status: int, message: str = "") -> int:
         if message:
-            print_line(f"keel {command}: {message}", sys.stderr)
+            print_line(f"keel {arguments.command}: {message}", sys.stderr)
         if lost_reason() or has_abandoned_threads():  # their threads would block exit
             exit_now(status)
         return status
 
     try:
-        status = COMMANDS[command](*arguments) or 0
+        status = run() or 0
     except ConfigError as error:
         return end(REFUSED, str(error))
     except KeyboardInterrupt:
         if not preemption_signal():
-            return end(INTERRUPTED, f"stopped at once; {_saved(command, *arguments)}")
+            return end(INTERRUPTED, f"stopped at once; {_saved(arguments)}")
         status = 0
     except (ValueError, RuntimeError, OSError, RayError) as error:
         if os.environ.get("KEEL_TRACEBACK"):
@@ -79,11 +64,10 @@ def run(command: str, *arguments: Any) -> int:
     return end(status)
 
 
-def _saved(command: str, *arguments: Any) -> str:
-    if command not in ("train", "sft", "pretrain"):
+def _saved(arguments: Namespace) -> str:
+    if arguments.command not in ("train", "sft", "pretrain"):
         return "finished results are saved"
-    recipe, overrides, *_ = arguments
-    folder = Path(load_config(recipe, overrides).run.dir).expanduser()
+    folder = Path(load_config(arguments.recipe, arguments.override).run.dir).expanduser()
     if newest := checkpoint.latest(folder / "checkpoints"):
         return f"{_RESUMES} from {newest.name}"
     return "nothing was saved yet, so the same command starts over"
