@@ -4,7 +4,6 @@ sampled token is trained exactly once and after exactly the token ids that prece
 sampling."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
 from math import inf
 
 import numpy as np
@@ -186,13 +185,13 @@ class Conversation:
         return parsed
 
     def continue_with(self, messages: Sequence[Message]) -> None:
-        """Append the messages that follow a turn, and tokenize all messages since then. A new
+        """Append the messages that follow a turn, and tokenize all messages since that turn. A new
         segment starts if the chat format can't extend the ids of the turn."""
         record, extended = self._records[-1], None
-        unanswered = takewhile(lambda message: message["role"] != "assistant", reversed(self.view))
         if record.turns:
-            new = [*reversed([*unanswered]), *messages]
+            turn = max(i for i, one in enumerate(self.view) if one["role"] == "assistant")
             record.drop_extension()
+            new = [*self.view[turn + 1 :], *messages]
             extended = self._chat.extend(record.ids, new, thinking=self.thinking)
         self.note_messages(messages)
         if extended is None:
@@ -216,10 +215,8 @@ class Conversation:
         self.view += messages
         self.transcript += messages
 
-    def rewrite(self, messages: Sequence[Message], *, added: Sequence[Message] = ()) -> None:
-        """Start a new segment with `messages` as its context. `added` lists the messages
-        that aren't in the transcript yet."""
-        self.transcript += added
+    def rewrite(self, messages: Sequence[Message]) -> None:
+        """Start a new segment with `messages` as its context. The transcript stays unchanged."""
         self.view = list(messages)
         self._begin_segment()
 

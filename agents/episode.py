@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
-from typing import Literal
+from typing import Any, Literal
 
 from keel.agents.conversation import Conversation
 from keel.agents.types import (
@@ -24,8 +24,17 @@ from keel.agents.types import (
     ToolResult,
 )
 from keel.configs.system_prompts import with_system
-from keel.rl.turns import MALFORMED, Chat, Malformed, Message, ToolCall, TurnRequest, TurnResult
-from keel.rl.types import FinishReason, Prompt, Segment, Trajectory, Usage, Verdict
+from keel.rl.turns import (
+    MALFORMED,
+    Chat,
+    Malformed,
+    Message,
+    Parsed,
+    ToolCall,
+    TurnRequest,
+    TurnResult,
+)
+from keel.rl.types import FinishReason, Prompt, Trajectory, Usage, Verdict
 
 CHARACTERS_PER_TOKEN = 16
 """Upper bound on the average number of characters per token in a long text. Prose has about 4."""
@@ -172,19 +181,24 @@ class Episode:
             )
         reason: FinishReason | None = None
         while reason is None:
-            reason = await self._turn(conversation)
+            reason = await self._shorten_context(conversation) or await self._turn(conversation)
         if not conversation.sampled_tokens:
             return _NOTHING_SAMPLED
         return await self._graded(reason)
 
-    def _record(self) -> tuple[tuple[Segment, ...], Sequence[Message], int]:
+    def _recorded(self) -> dict[str, Any]:
+        """Return the fields of the trajectory that were recorded during the episode."""
         conversation = self._conversation
-        assert conversation is not None, "the policy has not spoken"
-        return conversation.segments(), conversation.transcript, len(conversation.opening)
+        assert conversation is not None, "the environment was not opened"
+        return {
+            "segments": conversation.segments(),
+            "messages": tuple(conversation.transcript),
+            "opening": len(conversation.opening),
+            "tools": tuple(tool.as_json() for tool in conversation.tools),
+        }
 
     async def _graded(self, reason: FinishReason) -> Trajectory | str:
-        _, messages, _ = self._record()
-        verdict = await self.environment.verdict(messages, reason)
+        verdict = await self.environment.verdict(self._recorded()["messages"], reason)
         if isinstance(verdict, str):
             return f"the environment has no verdict: {verdict}"
         return self._trajectory(reason, verdict)
@@ -193,72 +207,46 @@ class Episode:
         return self._trajectory("crash", Verdict(parts={"correct": 0.0}, facts={"crash": reason}))
 
     def _trajectory(self, reason: FinishReason, verdict: Verdict) -> Trajectory:
-        segments, messages, opening = self._record()
-        tools = self._conversation.tools if self._conversation else ()
         return Trajectory(
             prompt_id=self.task.prompt_id,
             sibling=self.sibling,
-            segments=segments,
             finish_reason=reason,
-            messages=tuple(messages),
-            opening=opening,
-            tools=tuple(tool.as_json() for tool in tools),
             verdict=verdict,
             usage=self.usage,
+            **self._recorded(),
         )
 
     async def _turn(self, conversation: Conversation) -> FinishReason | None:
-        if (reason := await self._make_room(conversation)) is not None:
-            return reason
-        turn = await self._speak(conversation)
+        """Let the policy act once and the environment respond. Returns why the episode ended, or
+        None if it continues."""
+        turn = await self._sample_turn(conversation)
         if isinstance(turn, str):
             return turn
-        calls, message = turn
-        if calls:
-            answers, reason = await self._call_all(calls)
+        if turn.calls:
+            messages, reason = await self._call_tools(turn.calls)
+        elif (reply := await self.environment.reply(conversation.view[-1])) is not None:
+            reply = {**reply, "content": self.budget.truncate(reply["content"])}
+            messages, reason = [reply], None
         else:
-            reply = await self.environment.reply(message)
-            if reply is not None:
-                reply = {**reply, "content": self.budget.truncate(reply["content"])}
-            answers, reason = ([reply], None) if reply is not None else ([], "stop")
+            messages, reason = [], "stop"
         if reason is not None:
-            conversation.note_messages(answers)
+            conversation.note_messages(messages)
         else:
-            conversation.continue_with(answers)
+            conversation.continue_with(messages)
         return reason
 
-    async def _make_room(self, conversation: Conversation) -> FinishReason | None:
-        tokens = len(conversation.ids)
-        messages = self.context.shorten(
-            conversation.opening, conversation.view, tokens=tokens, rewrites=self.usage.rewrites
-        )
-        if messages is None:
-            return None
-        self.usage = self.usage.plus(rewrites=1)
-        added: tuple[Message, ...] = ()
-        if self.context.method == "summary":
-            if not self.context.fits_summary(tokens):
-                conversation.rewrite(messages)
-            conversation.ask(ASK_FOR_SUMMARY)
-            turn = await self._speak(conversation, self.context.summary_tokens)
-            if isinstance(turn, str):
-                return turn
-            if summary := str(turn[1]["content"]).strip():  # empty if truncated while thinking
-                added = ({"role": "user", "content": SUMMARY + summary},)
-                messages = (*conversation.opening, *added)
-        conversation.rewrite(messages, added=added)
-        return None
-
-    async def _speak(
-        self, conversation: Conversation, max_tokens: int | None = None
-    ) -> tuple[Sequence[ToolCall | Malformed], Message] | FinishReason:
+    async def _sample_turn(
+        self, conversation: Conversation, *, is_summary: bool = False
+    ) -> Parsed | FinishReason:
+        """Sample the policy's next turn. Returns the finish reason if a limit ended the episode. A
+        summary has its own token limit, and is used even if that limit truncates it."""
         nearest, room = self.budget.turn_limit(
             self.usage, context=len(conversation.ids), sampled=conversation.sampled_tokens
         )
         if room < 1:
             return nearest
         request = conversation.request(
-            max_tokens=min(room, max_tokens or room),
+            max_tokens=min(room, self.context.summary_tokens) if is_summary else room,
             seed=self.seed,
             timeout_s=self.budget.remaining_s(self.usage),
         )
@@ -266,18 +254,20 @@ class Episode:
         self.usage = add_turn(self.usage, result, repeated=request.routes_from)
         if not len(result.token_ids_R):
             return "deadline"
-        parsed = conversation.append_turn(request, result)
+        turn = conversation.append_turn(request, result)
         if result.finish_reason == "deadline":
             return "deadline"
-        if not parsed.closed and max_tokens is None:
-            # Either a limit, or an end of turn that the chat format does not know.
-            return "stop" if result.finish_reason == "stop" else nearest
-        return parsed.calls, conversation.view[-1]
+        if turn.closed or is_summary:
+            return turn
+        # Either a limit, or an end of turn that the chat format does not know.
+        return "stop" if result.finish_reason == "stop" else nearest
 
-    async def _call_all(
+    async def _call_tools(
         self, calls: Sequence[ToolCall | Malformed]
     ) -> tuple[list[Message], FinishReason | None]:
-        answers: list[Message] = []
+        """Run a turn's tool calls in order. Returns their results as messages, along with why the
+        episode ended, or None if it continues."""
+        messages: list[Message] = []
         for call in calls:
             name = MALFORMED if isinstance(call, Malformed) else call.name
             if isinstance(call, Malformed):
@@ -288,19 +278,43 @@ class Episode:
                 result = ToolResult(text=text, failed=True)
             else:
                 if self.budget.remaining_s(self.usage) <= 0:
-                    return answers, "deadline"
+                    return messages, "deadline"
                 self._calls_run += 1
                 began = time.monotonic()
                 result = await self.environment.call(call, timeout_s=self.budget.call_s)
                 self.usage = self.usage.plus(tools_s=time.monotonic() - began)
             self.usage = self.usage.plus(calls=1, failed_calls=result.failed)
             text = self.budget.truncate(result.text)
-            answers.append(
+            messages.append(
                 {"role": "tool", "content": text, "tool_call_id": call.call_id, "name": name}
             )
             if result.done:
-                return answers, "stop"
-        return answers, None
+                return messages, "stop"
+        return messages, None
+
+    async def _shorten_context(self, conversation: Conversation) -> FinishReason | None:
+        """Shorten the context if it is nearly full. Returns why the episode ended, or None if it
+        continues."""
+        tokens = len(conversation.ids)
+        messages = self.context.shorten(
+            conversation.opening, conversation.view, tokens=tokens, rewrites=self.usage.rewrites
+        )
+        if messages is None:
+            return None
+        self.usage = self.usage.plus(rewrites=1)
+        if self.context.method == "summary":
+            if not self.context.fits_summary(tokens):
+                conversation.rewrite(messages)
+            conversation.ask(ASK_FOR_SUMMARY)
+            turn = await self._sample_turn(conversation, is_summary=True)
+            if isinstance(turn, str):
+                return turn
+            if summary := turn.content.strip():  # empty if truncated while thinking
+                message = {"role": "user", "content": SUMMARY + summary}
+                conversation.transcript.append(message)
+                messages = (*conversation.opening, message)
+        conversation.rewrite(messages)
+        return None
 
 
 _FULL = 0.8

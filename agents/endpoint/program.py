@@ -27,8 +27,7 @@ from keel.agents.env_process.process import (
 )
 from keel.agents.episode import Episode
 from keel.agents.types import EnvironmentLost
-from keel.rl.turns import Message
-from keel.rl.types import ENVIRONMENT, PROGRAM, FinishReason, Prompt, Segment, Trajectory, Verdict
+from keel.rl.types import ENVIRONMENT, PROGRAM, Prompt, Trajectory, Verdict
 
 _RESERVED_ENV = (
     *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY"),
@@ -229,7 +228,7 @@ class DrivenEpisode(Episode):
         graded = await self._graded(recorder.finish_reason)
         return graded if isinstance(graded, str) else self._with_program_verdict(graded, ended)
 
-    def _record(self) -> tuple[tuple[Segment, ...], Sequence[Message], int]:
+    def _recorded(self) -> dict[str, Any]:
         assert self.ended is not None and self.recorder is not None
         index = self.recorder.index
         messages = [*index.opening, *index.messages]
@@ -237,13 +236,14 @@ class DrivenEpisode(Episode):
         if answer is not None and answer != messages[-1]["content"]:
             # The message that rewards grade.
             messages.append({"role": "assistant", "content": answer, "name": PROGRAM})
-        return self.recorder.segments, messages, len(index.opening)
-
-    def _trajectory(self, reason: FinishReason, verdict: Verdict) -> Trajectory:
-        trajectory = super()._trajectory(reason, verdict)
-        assert self.recorder is not None
-        dialogues = self.recorder.index.dialogues
-        return replace(trajectory, dialogues=dialogues, tools=dialogues[0].tools)
+        dialogues = index.dialogues
+        return {
+            "segments": self.recorder.segments,
+            "messages": tuple(messages),
+            "opening": len(index.opening),
+            "tools": dialogues[0].tools,
+            "dialogues": dialogues,
+        }
 
     def _with_program_verdict(
         self, trajectory: Trajectory, ended: _ProgramResult

@@ -33,6 +33,7 @@ from keel.agents.env_runtime.tool_objects import (
     error_location,
     error_text,
     public_functions,
+    verdict_fields,
 )
 
 _Request = dict[str, Any]
@@ -159,12 +160,7 @@ def call_function() -> None:
     result = await_result(function(**arguments))
     if result is None:
         return
-    verdict: dict[str, Any] = {"answer": result}
-    if not isinstance(result, str):
-        parts, facts = cast("Any", result if isinstance(result, tuple) else (result, {}))
-        verdict = {"parts": parts, "facts": facts}
-        if not isinstance(parts, dict):
-            verdict["parts"] = {"correct": float(parts)}
+    verdict = {"answer": result} if isinstance(result, str) else verdict_fields(result)
     with open(os.environ["KEEL_VERDICT"], "w", encoding="utf-8") as file:
         json.dump(verdict, file, default=str)
 

@@ -160,9 +160,13 @@ class Object:
 def verdict_fields(result: Any) -> dict[str, Any]:
     """Convert a verdict (a number, a dict of numbers, or a pair of either and facts) to a dict."""
     parts, facts = cast("Any", result if isinstance(result, tuple) else (result, {}))
-    if parts is None:
-        raise TypeError("verdict returned None; return a number or a dict of numbers")
-    return {"parts": parts if isinstance(parts, dict) else {"correct": parts}, "facts": facts}
+    if not isinstance(parts, dict):
+        try:
+            parts = {"correct": float(parts)}
+        except (TypeError, ValueError) as error:
+            message = f"verdict returned {parts!r:.50}; return a number or a dict of numbers"
+            raise TypeError(message) from error
+    return {"parts": parts, "facts": facts}
 
 
 def bind_arguments(

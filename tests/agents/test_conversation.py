@@ -46,7 +46,8 @@ def test_tokens_are_trained_once_with_their_rows(
         take_turn(conversation, policy)
         before = list(conversation.ids)
         if then == "rewrite":
-            conversation.rewrite([USER], added=[USER])
+            conversation.note_messages([USER])
+            conversation.rewrite([USER])
         else:
             conversation.continue_with([USER] * messages)
             assert thinking or list(conversation.ids)[: len(before)] == before

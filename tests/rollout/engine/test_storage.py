@@ -78,7 +78,8 @@ def test_turns_are_joined_when_they_are_loaded(
         request = conversation.request(max_tokens=99, seed=1)
         conversation.append_turn(request, put(policy.say(request), request, store))
         if turn == 1:
-            conversation.rewrite([USER], added=[USER])
+            conversation.note_messages([USER])
+            conversation.rewrite([USER])
         elif turn < 3:
             conversation.continue_with([USER])
     segments = conversation.segments()
