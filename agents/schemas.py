@@ -1,5 +1,4 @@
-"""Validates tool schemas before a run and tool calls against them. Answers are checked by separate
-code in `keel.rewards.rules.verifiers`, because there is no package that both modules may import."""
+"""Validates tool schemas before a run and tool calls against them."""
 
 import difflib
 import json
@@ -9,6 +8,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any, cast
 
+from keel.rl.strict_json import compile_schema
 from keel.rl.turns import ToolCall, ToolSpec
 
 _MAX_CHARACTERS = 300
@@ -67,41 +67,9 @@ def _compile_schemas(text: str) -> dict[str, Any]:
 
 
 def _validator(parameters: Any) -> Any:
-    # Importing takes a fifth of a second, which runs without tools save.
-    from jsonschema import Draft202012Validator, SchemaError, validators  # noqa: PLC0415
-    from jsonschema.validators import validator_for  # noqa: PLC0415
-    from referencing import Registry, Resource  # noqa: PLC0415
-    from referencing.exceptions import Unresolvable  # noqa: PLC0415
-    from referencing.jsonschema import DRAFT202012  # noqa: PLC0415
-
-    if not isinstance(parameters, Mapping) or cast(Any, parameters).get("type") != "object":
+    if not isinstance(parameters, dict) or cast(Any, parameters).get("type") != "object":
         raise ValueError("must have type: object, with the arguments as its properties")
-    schema = dict(cast(Mapping[str, Any], parameters))
-    kind: Any = validator_for(schema, default=Draft202012Validator)
-    try:
-        kind.check_schema(schema, format_checker=None)
-    except SchemaError as error:
-        message = error.message[:_MAX_CHARACTERS]
-        raise ValueError(f"is not a JSON schema: {message} (at {error.json_path})") from error
-    # This registry holds only the schema itself and never downloads another.
-    resource = Resource[Any].from_contents(schema, default_specification=DRAFT202012)
-    registry = Registry[Any]().with_resource("", resource).crawl()
-    for reference in _references(schema):
-        try:
-            registry.resolver().lookup(reference)
-        except Unresolvable as error:
-            raise ValueError(f"refers to {reference!r}, which is not in it") from error
-    return cast(Any, validators).extend(kind, _KEYWORDS)(schema, registry=registry)
-
-
-def _references(value: Any) -> Iterator[str]:
-    items: Any = cast(Any, value) if isinstance(value, list) else ()
-    if isinstance(value, Mapping):
-        items = cast(Any, value).values()
-        if isinstance(reference := cast(Any, value).get("$ref"), str):
-            yield reference
-    for item in items:
-        yield from _references(item)
+    return compile_schema(cast(dict[str, Any], parameters), keywords=_KEYWORDS)
 
 
 def _additional_properties(
