@@ -39,7 +39,7 @@ class McpServer(ProcessSettings):
         return self.url or " ".join(self.command)
 
 
-class McpEpisode:
+class McpEnvironment:
     """An episode that uses an MCP server's tools. It has no user messages and no grading, because
     MCP supports neither."""
 

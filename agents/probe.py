@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from keel.agents.endpoint.program import AgentProgram, DrivenEpisode
+from keel.agents.endpoint.program import AgentProgram, ProgramEpisode
 from keel.agents.endpoint.server import Endpoint
-from keel.agents.env_process.client import ForkServer, Hosted
-from keel.agents.env_process.process import Program
+from keel.agents.env_process.client import ForkServer, ProcessEnvironment
+from keel.agents.env_process.process import EnvironmentProgram
 from keel.agents.episode import Budget, ContextShortener
-from keel.agents.mcp_client import McpEpisode, McpServer
+from keel.agents.mcp_client import McpEnvironment, McpServer
 from keel.agents.types import (
     Environment,
     EnvironmentLost,
@@ -28,7 +28,7 @@ _SHOWN_TOOLS = 8
 
 
 async def try_environment(
-    program: Program | McpServer,
+    program: EnvironmentProgram | McpServer,
     *,
     task: Prompt,
     seed: int,
@@ -42,12 +42,12 @@ async def try_environment(
     may give only after a turn, the description has a warning and the names are None. Raises
     ValueError if the environment can't be opened, its tools are invalid, or its opening messages
     don't fit in the context window."""
-    name = program.target if isinstance(program, Program) else program.name
-    if isinstance(program, Program):
+    name = program.target if isinstance(program, EnvironmentProgram) else program.name
+    if isinstance(program, EnvironmentProgram):
         fork_server = ForkServer(program)
-        environment = Hosted(program, fork_server=fork_server)
+        environment = ProcessEnvironment(program, fork_server=fork_server)
     else:
-        fork_server, environment = None, McpEpisode(program)
+        fork_server, environment = None, McpEnvironment(program)
     began = time.monotonic()
     try:
         opening = await environment.open(task, seed=seed)
@@ -58,7 +58,8 @@ async def try_environment(
         except EnvironmentLost as error:
             verdict = str(error)
     except EnvironmentLost as error:
-        python = f"interpreter {program.python}, " if isinstance(program, Program) else ""
+        is_program = isinstance(program, EnvironmentProgram)
+        python = f"interpreter {program.python}, " if is_program else ""
         output = f". Its last words: {error.output}" if error.output else ""
         raise ValueError(
             f"environment {name} cannot be opened for task {task.prompt_id}: "
@@ -160,7 +161,7 @@ async def try_program(
     turns, timeout_s = min(budget.turns, _TRIAL_TURNS), min(budget.timeout_s, _TRIAL_S)
     began = time.monotonic()
     async with Endpoint() as endpoint:
-        episode = DrivenEpisode(
+        episode = ProgramEpisode(
             program=program,
             endpoint=endpoint,
             environment=environment,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
-from keel.agents.endpoint.program import AgentProgram, DrivenEpisode
+from keel.agents.endpoint.program import AgentProgram, ProgramEpisode
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.episode import Budget, ContextShortener, Episode
 from keel.agents.types import Environment, NodeLost, SystemPrompt
@@ -200,7 +200,7 @@ class EpisodeRunner:
         if kind.program is not None:
             assert self._endpoint is not None
             make_episode = partial(
-                DrivenEpisode,
+                ProgramEpisode,
                 program=kind.program,
                 endpoint=self._endpoint,
                 starting=self._starting,

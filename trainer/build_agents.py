@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from keel.agents.endpoint.program import AgentProgram, resolve_command
-from keel.agents.env_process.client import ForkServer, Hosted
-from keel.agents.env_process.process import KEEL, EnvSandbox, Program
+from keel.agents.env_process.client import ForkServer, ProcessEnvironment
+from keel.agents.env_process.process import KEEL, EnvironmentProgram, EnvSandbox
 from keel.agents.environments.interpreter import CELL_S, ENDING_S, split_call_time
 from keel.agents.episode import POLICY_PHASES, Budget, ContextShortener
-from keel.agents.mcp_client import McpEpisode, McpServer
+from keel.agents.mcp_client import McpEnvironment, McpServer
 from keel.agents.probe import try_environment, try_program
 from keel.agents.runner import (
     PURPOSES,
@@ -34,7 +34,7 @@ from keel.data.dataset import Dataset
 from keel.data.rows import cached_places
 from keel.model.tiny.cold_start import demonstrator
 from keel.rewards.compose import unknown_parts
-from keel.rewards.sandbox.environments import Network, environment_wrap, find_runtime
+from keel.rewards.sandbox.environments import Network, environment_sandbox, find_runtime
 from keel.rl.turns import Chat
 from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
@@ -157,7 +157,7 @@ def _spoken_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
     return chat.turn_ids(question, turn, question, (), thinking=thinking)
 
 
-def environment_spec(config: Config, source: SourceConfig) -> Program | McpServer | None:
+def environment_spec(config: Config, source: SourceConfig) -> EnvironmentProgram | McpServer | None:
     """Return the specification of a source's environment, or None if the source has an agent
     program but no environment. Raises ConfigError if the specification is invalid or this machine
     can't isolate the environment."""
@@ -174,16 +174,16 @@ def environment_spec(config: Config, source: SourceConfig) -> Program | McpServe
     readable = tuple(map(Path, environment.readable))
     try:
         if not environment.target:
-            isolated = wrap(config, source) if environment.command else None
+            sandbox = sandbox_for(config, source) if environment.command else None
             command, url = environment.command, environment.url
-            return McpServer(command=command, url=url, readable=readable, wrap=isolated, **common)
+            return McpServer(command=command, url=url, readable=readable, sandbox=sandbox, **common)
         arguments, files, prepare = environment.arguments, (), None
         module = environment.target.partition(":")[0]
         if module.startswith("keel.agents.environments."):
             prepare = getattr(import_module(module), "prepare", None)
         if prepare is not None:  # builds files first, for example a search index of a corpus
             arguments, files = prepare(arguments, _prompt_files(config))
-        return Program(
+        return EnvironmentProgram(
             target=environment.target,
             kind=environment.kind,
             arguments=arguments,
@@ -191,7 +191,7 @@ def environment_spec(config: Config, source: SourceConfig) -> Program | McpServe
             preload=environment.preload,
             memory_mib=environment.memory_mib,
             readable=(*readable, *files),
-            wrap=wrap(config, source),
+            sandbox=sandbox_for(config, source),
             **common,
         )
     except (OSError, ValueError) as error:
@@ -272,13 +272,13 @@ def environment_factory(
     spec = environment_spec(config, source)
     if spec is None:
         return NoEnvironment
-    if not isinstance(spec, Program):
-        return partial(McpEpisode, spec, starting=starting)
+    if not isinstance(spec, EnvironmentProgram):
+        return partial(McpEnvironment, spec, starting=starting)
     server = None
     if closing is not None:
         server = ForkServer(spec)
         closing.append(server.close)
-    return partial(Hosted, spec, starting=starting, fork_server=server)
+    return partial(ProcessEnvironment, spec, starting=starting, fork_server=server)
 
 
 def _system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
@@ -307,8 +307,8 @@ def _agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
     try:
         command = resolve_command(environment.program, python=python, folder=folder)
         network = "loopback" if environment.network == "none" else "host"
-        isolated = wrap(config, source, network=network)
-        local = find_runtime(command[0]).paths if isolated else ()
+        sandbox = sandbox_for(config, source, network=network)
+        local = find_runtime(command[0]).paths if sandbox else ()
         return AgentProgram(
             command=command,
             open_s=environment.open_s,
@@ -316,7 +316,7 @@ def _agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
             folder=folder,
             env=environment.env,
             memory_mib=environment.memory_mib,
-            wrap=isolated,
+            sandbox=sandbox,
             readable=(*local, *map(Path, environment.readable)),
             tells_reward=environment.tells_reward,
             drop_failures=environment.on_failure == "drop",
@@ -326,7 +326,7 @@ def _agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
         raise _invalid(source, error) from error
 
 
-def wrap(
+def sandbox_for(
     config: Config, source: SourceConfig, *, network: Network | None = None
 ) -> EnvSandbox | None:
     """Return a sandbox for an environment, or None if isolation is turned off. `network` overrides
@@ -347,7 +347,7 @@ def wrap(
             for path in find_runtime(environment.python or sys.executable).paths:
                 answers += path.glob("python3*/site-packages/reasoning_gym")
     named = {Path(path).resolve() for path in environment.readable}
-    return environment_wrap(
+    return environment_sandbox(
         environment.isolation,
         memory_mib=environment.memory_mib,
         network=network or environment.network,

@@ -129,7 +129,7 @@ async def run_program(
             },
             "prompt": str(prompts[-1] if prompts else task.messages[-1]["content"]),
             "task": {**task_fields(task), **reward},
-            "socket": str(address.socket) if program.wrap else None,
+            "socket": str(address.socket) if program.sandbox else None,
             "memory_mib": program.memory_mib,
         }
         exchange = asyncio.ensure_future(process.exchange(encode_line(request)))
@@ -168,7 +168,7 @@ def _parse_result(program: AgentProgram, written: str) -> tuple[Verdict | str | 
 
 
 @dataclass(kw_only=True)
-class DrivenEpisode(Episode):
+class ProgramEpisode(Episode):
     """An episode driven by an agent program, which requests the turns. If the program fails after
     its first turn, the episode ends with `crash`. If the endpoint failed first, the episode is
     dropped."""

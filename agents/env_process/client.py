@@ -27,8 +27,8 @@ from keel.agents.env_process.process import (
     REAP_S,
     START,
     ChildProcess,
+    EnvironmentProgram,
     EnvSandbox,
-    Program,
     encode_line,
     launch,
     open_channel,
@@ -47,14 +47,14 @@ _TIMEOUT_KNOBS = {
 }
 
 
-class Hosted:
-    """Runs one episode of a `Program` in its own process. The process is forked by `fork_server`,
-    or started as a new interpreter if there is no fork server. `starting` limits how many processes
-    start at the same time."""
+class ProcessEnvironment:
+    """Runs one episode of an environment program in its own process. The process is forked by
+    `fork_server`, or started as a new interpreter if there is no fork server. `starting` limits how
+    many processes start at the same time."""
 
     def __init__(
         self,
-        program: Program,
+        program: EnvironmentProgram,
         *,
         starting: asyncio.Semaphore | None = None,
         fork_server: ForkServer | None = None,
@@ -273,10 +273,10 @@ class ForkServer:
     process starts at the first fork and is restarted if it dies. `open_s` is the time
     limit for the import and for each fork."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: EnvironmentProgram) -> None:
         self._program = program
         self.disabled_reason = "" if program.preload else "environment.preload is false"
-        if program.wrap and program.wrap.inner is None:
+        if program.sandbox and program.sandbox.fork_isolation is None:
             self.disabled_reason = "this machine cannot sandbox a forked process"
         self._process: ChildProcess | None = None
         self._gate, self._asking = asyncio.Lock(), asyncio.Lock()
@@ -330,9 +330,9 @@ class ForkServer:
             "memory_mib": program.memory_mib,
         }
         try:
-            if program.wrap is not None:
-                await self._check_isolation(process, program.wrap)
-                process.limit = program.wrap.hold(process.pid, inside=False)
+            if program.sandbox is not None:
+                await self._check_isolation(process, program.sandbox)
+                process.limit = program.sandbox.limit_memory(process.pid, inside=False)
             reply, _ = await self._ask(process, load)
             if (fault := _fault_of(reply)) is not None:
                 raise await self._lost(process, *fault)
@@ -366,7 +366,7 @@ class ForkServer:
 
     async def _fork(self, server: ChildProcess, *, run: str | None = None) -> ChildProcess:
         """Fork a process that runs an episode, or the Python code in `run` if given."""
-        sandbox, limit = self._program.wrap, None
+        sandbox, limit = self._program.sandbox, None
         with open_channel(socket.SOCK_STREAM, private=sandbox is None) as (
             ours,
             theirs,
@@ -376,7 +376,7 @@ class ForkServer:
         ):
             request = {
                 "do": "fork",
-                "inner": sandbox and sandbox.inner,
+                "isolation": sandbox and sandbox.fork_isolation,
                 "env": {"TMPDIR": scratch, **self._program.env} if scratch else {},
                 "run": run,
             }
@@ -389,7 +389,7 @@ class ForkServer:
                 match = re.search(r"^Pid:\s+(\d+)$", text, re.MULTILINE)
                 pid = int(match[1]) if match else -1  # in this process's namespace
                 if sandbox is not None and run is None:
-                    limit = sandbox.hold(pid, inside=True)
+                    limit = sandbox.limit_memory(pid, inside=True)
             except OSError:
                 for fd in fds:
                     os.close(fd)

@@ -46,14 +46,15 @@ class EnvSandbox(Protocol):
     Calling it yields the command line that starts a sandbox, environment variables that override
     inherited ones, and file descriptors to pass. `forks` starts a sandbox for a process that forks
     children and isolates them from each other.
-    `inner` holds the settings that the fork server needs to isolate children, or None if this
-    machine doesn't support it. `probe` is Python code that tries to escape and prints `isolated` if
-    it can't. `hold` monitors a sandbox's memory, given its outer process. If `inside` is set, it
-    monitors a forked child, given the first process in the child's namespace.
+    `fork_isolation` holds the settings that the fork server needs to isolate children, or None if
+    this machine doesn't support it. `probe` is Python code that tries to escape and prints
+    `isolated` if it can't. `limit_memory` kills the sandbox if it uses too much memory, given its
+    outer process. If `inside` is set, it limits a forked child, given the first process in the
+    child's namespace.
     """
 
     @property
-    def inner(self) -> Mapping[str, Any] | None: ...
+    def fork_isolation(self) -> Mapping[str, Any] | None: ...
 
     @property
     def probe(self) -> str: ...
@@ -62,7 +63,7 @@ class EnvSandbox(Protocol):
         self, command: Sequence[str], *, readable: Sequence[Path], forks: bool = False
     ) -> AbstractContextManager[tuple[Sequence[str], Mapping[str, str], Sequence[int]]]: ...
 
-    def hold(self, pid: int, *, inside: bool) -> _LimitCheck: ...
+    def limit_memory(self, pid: int, *, inside: bool) -> _LimitCheck: ...
 
 
 class ChildProcess:
@@ -277,7 +278,7 @@ class ProcessSettings:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     readable: Sequence[Path] = ()
     """Paths that the process may read in a sandbox, besides its folder and interpreter."""
-    wrap: EnvSandbox | None = None
+    sandbox: EnvSandbox | None = None
     open_s: float = 60.0
     """Time limit in seconds for the start. An agent program requests its first turn within it. The
     next three limits are for an environment's methods, and tool calls have their own."""
@@ -304,17 +305,17 @@ def launch(
     descriptors."""
     inherited = {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
     kind = socket.SOCK_SEQPACKET if forks else socket.SOCK_STREAM
-    wrap = settings.wrap
+    sandbox = settings.sandbox
     readable = (*readable, *settings.readable)
     with (
-        open_channel(kind, private=wrap is None) as (ours, theirs, stderr, write_end, scratch),
+        open_channel(kind, private=sandbox is None) as (ours, theirs, stderr, write_end, scratch),
         ExitStack() as undo,
     ):
-        sandbox = nullcontext((command, {"TMPDIR": scratch}, ()))
+        command_line = nullcontext((command, {"TMPDIR": scratch}, ()))
         try:
-            if wrap is not None:
-                sandbox = wrap(command, readable=readable, forks=forks)
-            with sandbox as (words, base, fds):
+            if sandbox is not None:
+                command_line = sandbox(command, readable=readable, forks=forks)
+            with command_line as (words, base, fds):
                 process = subprocess.Popen(
                     words,
                     stdin=theirs.fileno(),
@@ -327,7 +328,9 @@ def launch(
                 )
                 undo.callback(process.wait)
                 undo.callback(process.kill)
-                limit = wrap.hold(process.pid, inside=False) if wrap and not forks else None
+                limit = None
+                if sandbox is not None and not forks:
+                    limit = sandbox.limit_memory(process.pid, inside=False)
         except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
             reason = f"cannot run {command[0]}: {error}"
             raise EnvironmentLost("start", "open", reason) from error
@@ -344,7 +347,7 @@ def launch(
         pidfd=pidfd,
         status=status,
         scratch=scratch,
-        exits_last=wrap is not None,
+        exits_last=sandbox is not None,
         limit=limit,
     )
 
@@ -397,7 +400,7 @@ BASE_ENV = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program(ProcessSettings):
+class EnvironmentProgram(ProcessSettings):
     """Settings for running an environment, shared by all episodes."""
 
     target: str

@@ -6,7 +6,7 @@ Standard input is a socket (SOCK_SEQPACKET) that carries JSON messages, one at a
 
     → {"do": "load", "target": "my_env:Shop", "paths": […], "memory_mib": 2048, "action": null}
     ← {"is": {}}
-    → {"do": "fork", "inner": {…} or null, "env": {…}, "run": null}
+    → {"do": "fork", "isolation": {…} or null, "env": {…}, "run": null}
                               with two descriptors: the episode's channel, its standard error
     ← {"is": {"pid": 12}}                                   with one: a pidfd of that process
     → {"do": "reap", "pid": 12}
@@ -16,7 +16,7 @@ Instead of "is", a reply may have "cannot" (the reason why forking is unsafe or 
 the errors in start.py. A forked process then uses the protocol of start.py, or executes the code in
 `run` if there is any.
 
-`inner` has the settings for the isolation: own_network, files_mib (the size of /tmp and of
+`isolation` has the settings of the sandbox: own_network, files_mib (the size of /tmp and of
 /dev/shm), processes and filter (base64). If it is set, the reported process is the first one in a
 PID namespace. It exits with the program's status, or with 128 plus the number of the signal that
 ended the program.
@@ -80,13 +80,13 @@ class _ForkServer:
         return ""
 
     def fork(self, request: _Data, channel: int, stderr: int) -> Optional[int]:  # noqa: UP045
-        inner = request["inner"]
-        if inner is not None and _mounts_in_tmp():  # a private /tmp would hold a copy of them
+        isolation = request["isolation"]
+        if isolation is not None and _mounts_in_tmp():  # a private /tmp would hold a copy of them
             self._send({"cannot": "the environment has folders in /tmp"})
             return None
         sys.stdout.flush()
         sys.stderr.flush()
-        if inner is None:
+        if isolation is None:
             pid = os.fork()
             if pid:
                 self._report(pid)
@@ -99,7 +99,7 @@ class _ForkServer:
             if middle:
                 os.waitpid(middle, 0)
                 return None
-            self._fork_isolated(inner, channel, stderr)
+            self._fork_isolated(isolation, channel, stderr)
         self._control.close()
         protect_process()
         os.setsid()
@@ -111,12 +111,12 @@ class _ForkServer:
             cast(Any, sys.modules["tempfile"]).tempdir = None  # look it up again
         return channel
 
-    def _fork_isolated(self, inner: _Data, channel: int, stderr: int) -> None:
+    def _fork_isolated(self, isolation: _Data, channel: int, stderr: int) -> None:
         """Fork twice more to enter new namespaces. Only returns in the last child process."""
         uid, gid = os.getuid(), os.getgid()
         status_read, status_write = os.pipe()
         try:
-            _unshare(inner)
+            _unshare(isolation)
             first = os.fork()
         except OSError as error:
             self._send({"cannot": str(error)})
@@ -132,7 +132,7 @@ class _ForkServer:
             os._exit(0)  # the server inherits the child
         os.close(status_read)
         try:
-            _isolate(inner, uid, gid)
+            _isolate(isolation, uid, gid)
             program = os.fork()
         except Exception as error:
             os.write(status_write, error_text(error).encode()[: _MAX_BYTES // 2])
@@ -233,21 +233,21 @@ class _Filter(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("program", ctypes.c_char_p))
 
 
-def _unshare(inner: _Data) -> None:
+def _unshare(isolation: _Data) -> None:
     """Enter new namespaces. The next child process becomes the first process (PID 1) in them."""
     uid, gid = os.getuid(), os.getgid()
     _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # or the maps are not writable
     flags = _NEW_USER | _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_PIDS
-    if inner["own_network"]:
+    if isolation["own_network"]:
         flags |= _NEW_NETWORK
     _check(_libc.unshare(flags), "unshare")
     _map_user((0, uid), (0, gid))
 
 
-def _isolate(inner: _Data, uid: int, gid: int) -> None:
+def _isolate(isolation: _Data, uid: int, gid: int) -> None:
     """Set up private mounts and drop all privileges. Must run as the first process in the new
     namespaces."""
-    size = b"mode=1777,size=%d" % (inner["files_mib"] << 20)
+    size = b"mode=1777,size=%d" % (isolation["files_mib"] << 20)
     _mount_private_tmp(size)
     _mount(b"tmpfs", b"/dev/shm", _NOSUID | _NODEV, size)
     terminals = b"newinstance,ptmxmode=0666,mode=620"
@@ -259,11 +259,11 @@ def _isolate(inner: _Data, uid: int, gid: int) -> None:
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0)
     _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
     _check(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
-    program = base64.b64decode(inner["filter"])
+    program = base64.b64decode(isolation["filter"])
     rules = _Filter(len(program) // 8, program)
     _check(_libc.prctl(_SET_SECCOMP, _FILTER_MODE, ctypes.byref(rules), 0, 0), "seccomp")
     # The first process of a user namespace counts too.
-    resource.setrlimit(resource.RLIMIT_NPROC, (inner["processes"] + 1,) * 2)
+    resource.setrlimit(resource.RLIMIT_NPROC, (isolation["processes"] + 1,) * 2)
 
 
 def _mount_private_tmp(options: bytes) -> None:

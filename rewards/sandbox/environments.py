@@ -55,7 +55,7 @@ _CURE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSandbox:
-    """Creates sandboxes for environments. Construct it with `environment_wrap`."""
+    """Creates sandboxes for environments. Construct it with `environment_sandbox`."""
 
     network: Network = "none"  # with `host`, environments can also reach this machine's services
     memory_mib: int | None = 4096  # limit on an episode's resident memory, and on address spaces
@@ -76,7 +76,7 @@ class EnvironmentSandbox:
                 )
 
     @property
-    def inner(self) -> Mapping[str, Any] | None:
+    def fork_isolation(self) -> Mapping[str, Any] | None:
         """Return the settings that isolate a forked process the way a sandbox would, or None if
         this machine doesn't allow mounts."""
         if not self.mounts:
@@ -92,7 +92,7 @@ class EnvironmentSandbox:
     def probe(self) -> str:
         return bubblewrap.probe_code(network=self.network, processes=self.processes, strict=False)
 
-    def hold(self, pid: int, *, inside: bool) -> Callable[[], str]:
+    def limit_memory(self, pid: int, *, inside: bool) -> Callable[[], str]:
         return MEMORY_LIMITER.add(pid, self.memory_mib, inside=inside)
 
     def _seccomp(self, *, forks: bool = False) -> bytes:
@@ -107,8 +107,9 @@ class EnvironmentSandbox:
     ) -> Generator[tuple[Sequence[str], Mapping[str, str], Sequence[int]]]:
         """Prepare a sandbox for a command line. Yields the command line that starts it, its
         environment variables and the file descriptors to pass. Set `forks` for a process that forks
-        children and isolates them using `inner`. Raises FileNotFoundError if the program doesn't
-        exist, and PermissionError if the user inside the sandbox can't read or write a folder."""
+        children and isolates them using `fork_isolation`. Raises FileNotFoundError if the program
+        doesn't exist, and PermissionError if the user inside the sandbox can't read or write a
+        folder."""
         root = os.geteuid() == 0
         host = self.network == "host"
         program = find_runtime(command[0])
@@ -205,7 +206,7 @@ class EnvironmentSandbox:
         return words + last
 
 
-def environment_wrap(
+def environment_sandbox(
     isolation: str, *, knob: str = "agents.isolation", **settings: Any
 ) -> EnvironmentSandbox | None:
     """Create an `EnvironmentSandbox` and test it on this machine. Returns None if isolation is

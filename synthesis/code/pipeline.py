@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from keel.agents.env_process.client import Hosted
+from keel.agents.env_process.client import ProcessEnvironment
 from keel.agents.environments.code.languages import REPO, matches_pattern
 from keel.agents.types import EnvironmentLost
 from keel.configs.schema import ConfigError
@@ -90,8 +90,8 @@ class CodePipeline:
         prefix = self._sandboxes.folder / "prefixes" / built.name
         await asyncio.to_thread(_check_leaks, candidate, built, prefix, config.most_revealed)
         instance = instance_of(candidate, built, config.tests_s)
-        async with self._sandboxes.workshop(instance, candidate) as hosted:
-            outcomes = await self._measured(hosted)
+        async with self._sandboxes.workshop(instance, candidate) as environment:
+            outcomes = await self._measured(environment)
         marks = await _judge(candidate, self._author, config.least_judged) if config.judge else {}
         instance |= {"f2p": outcomes.f2p, "p2p": outcomes.p2p, "canary": outcomes.canary}
         if not outcomes.inside:  # a fixture of the file interferes
@@ -128,15 +128,15 @@ class CodePipeline:
         self._lines[key] = _line_of(kept)
         self._write_lines()
 
-    async def _measured(self, hosted: Hosted) -> _Outcomes:
+    async def _measured(self, environment: ProcessEnvironment) -> _Outcomes:
         within_s = self._config.tests_s + AROUND_S
-        if where := (await call_workshop(hosted, "copies", AROUND_S))["where"]:
+        if where := (await call_workshop(environment, "copies", AROUND_S))["where"]:
             raise Rejected("future", str(where))
         before: list[Mapping[str, Any]] = []
         after: list[Mapping[str, Any]] = []
         while True:
-            before.append(await call_workshop(hosted, "tests", within_s, gold=False))
-            after.append(await call_workshop(hosted, "tests", within_s, gold=True))
+            before.append(await call_workshop(environment, "tests", within_s, gold=False))
+            after.append(await call_workshop(environment, "tests", within_s, gold=True))
             outcomes = _outcomes_of(before, after)
             if not outcomes.f2p:
                 raise Rejected("F2P", "no test that fails before passes after")
@@ -148,15 +148,15 @@ class CodePipeline:
 
     async def _check_gold_patch(self, candidate: Candidate, reward: Mapping[str, Any]) -> None:
         """Check that the gold patch scores 1 when applied with the policy's own tools."""
-        async with self._sandboxes.episode(reward) as hosted:
+        async with self._sandboxes.episode(reward) as environment:
             for call in _calls_of(candidate):
-                reply = await hosted.call(call, timeout_s=AROUND_S)
+                reply = await environment.call(call, timeout_s=AROUND_S)
                 if reply.failed or "[exit status" in reply.text[-40:]:
                     raise Rejected(
                         "verdict", f"the gold patch cannot be applied: {reply.text[:200]}"
                     )
             try:
-                judged = await hosted.verdict((), "stop")
+                judged = await environment.verdict((), "stop")
             except EnvironmentLost as error:
                 raise Rejected("verdict", str(error)[:300]) from error
         if isinstance(judged, str):

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.process import Program
+from keel.agents.env_process.client import ProcessEnvironment
+from keel.agents.env_process.process import EnvironmentProgram
 from keel.agents.environments.code.environment import find_packages, normalize_name
 from keel.agents.environments.code.languages import matches_pattern
 from keel.agents.environments.code.tree import (
@@ -34,7 +34,7 @@ from keel.agents.types import EnvironmentLost, ToolResult
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import CodeTasksConfig
 from keel.rewards.sandbox.bubblewrap import IsolationError
-from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap
+from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_sandbox
 from keel.rl.turns import ToolCall, ToolSpec
 from keel.rl.types import ENVIRONMENT, Prompt
 from keel.synthesis.author import Author, object_schema, run_tool_loop
@@ -98,42 +98,46 @@ class CodeSandboxes:
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         self._config = config
         self.python = config.python or cast(Any, sys)._base_executable
-        self._closed = self._wrap()
+        self._closed = self._sandbox()
 
-    def _wrap(self, network: Literal["none", "host"] = "none", **more: Any) -> EnvironmentSandbox:
+    def _sandbox(
+        self, network: Literal["none", "host"] = "none", **more: Any
+    ) -> EnvironmentSandbox:
         try:
-            wrap = environment_wrap(
+            sandbox = environment_sandbox(
                 "bubblewrap", memory_mib=self._config.memory_mib, network=network, knob="", **more
             )
         except IsolationError as error:
             raise ConfigError(f"family = code needs a sandbox: {error}") from error
-        assert wrap is not None
-        return wrap
+        assert sandbox is not None
+        return sandbox
 
-    def episode(self, reward: Mapping[str, Any]) -> AbstractAsyncContextManager[Hosted]:
+    def episode(self, reward: Mapping[str, Any]) -> AbstractAsyncContextManager[ProcessEnvironment]:
         return self._opened("Repository", reward, self._closed)
 
     @asynccontextmanager
     async def workshop(
         self, instance: Mapping[str, Any], candidate: Candidate, *, sets_up: bool = False
-    ) -> AsyncGenerator[Hosted]:
+    ) -> AsyncGenerator[ProcessEnvironment]:
         """Open an environment that runs setup scripts and tests with the candidate's gold patch. If
         `sets_up` is set, it has network access and can write to the prefix."""
-        wrap, readable = self._closed, tuple[Path, ...]()
+        sandbox, readable = self._closed, tuple[Path, ...]()
         prefix: Path | None = None
         if sets_up:
             prefix = Path(self.folder, "prefixes", instance["prefix"])
             prefix.mkdir(exist_ok=True)
             prefix.chmod(0o777)
-            wrap = self._wrap("host", writable=(prefix,), files_mib=_SETUP_FILES_MIB, processes=512)
+            sandbox = self._sandbox(
+                "host", writable=(prefix,), files_mib=_SETUP_FILES_MIB, processes=512
+            )
             readable = tuple(map(Path, self._config.setup_readable))
         gold, gone = _split_change(candidate.gold)
         draft = {**instance, "gold": gold, "gold_gone": gone}
         reward = self.sealed(f"draft-{secrets.token_hex(8)}", draft)
         path = self.folder / "sealed" / reward["instance"]
         try:
-            async with self._opened("RepositoryWorkshop", reward, wrap, readable) as hosted:
-                yield hosted
+            async with self._opened("RepositoryWorkshop", reward, sandbox, readable) as environment:
+                yield environment
         finally:
             path.unlink(missing_ok=True)
             if prefix is not None:
@@ -149,10 +153,10 @@ class CodeSandboxes:
         self,
         target: str,
         reward: Mapping[str, Any],
-        wrap: EnvironmentSandbox,
+        sandbox: EnvironmentSandbox,
         readable: Sequence[Path] = (),
-    ) -> AsyncGenerator[Hosted]:
-        program = Program(
+    ) -> AsyncGenerator[ProcessEnvironment]:
+        program = EnvironmentProgram(
             target=f"keel.agents.environments.code.environment:{target}",
             python=self.python,
             folder=self.folder,
@@ -161,26 +165,26 @@ class CodeSandboxes:
             memory_mib=self._config.memory_mib,
             open_s=_OPEN_S,
             verdict_s=self._config.tests_s + AROUND_S,
-            wrap=wrap,
+            sandbox=sandbox,
             preload=False,
         )
-        hosted = Hosted(program)
+        environment = ProcessEnvironment(program)
         messages = ({"role": "user", "content": "…"},)
         task = Prompt(prompt_id="task", domain="code", messages=messages, reward=reward)
         try:
-            await hosted.open(task, seed=0)
-            yield hosted
+            await environment.open(task, seed=0)
+            yield environment
         except EnvironmentLost as error:
             raise Rejected("sandbox", f"{error.fault}: {error.detail[:300]}") from error
         finally:
-            await hosted.close()
+            await environment.close()
 
 
 async def call_workshop(
-    hosted: Hosted, name: str, timeout_s: float, **arguments: Any
+    environment: ProcessEnvironment, name: str, timeout_s: float, **arguments: Any
 ) -> dict[str, Any]:
     call = ToolCall(call_id="1", name=name, arguments=arguments)
-    result = await hosted.call(call, timeout_s=timeout_s)
+    result = await environment.call(call, timeout_s=timeout_s)
     if result.failed:
         raise Rejected("sandbox", result.text[:300])
     return json.loads(result.text)
@@ -305,26 +309,26 @@ class PrefixBuilder:
         draft = instance_of(candidate, first, self._config.tests_s)
         env = {name: os.environ[name] for name in self._config.setup_env if name in os.environ}
         draft["env"] = {**env, "VERSION": candidate.version, **draft["env"]}
-        async with self._sandboxes.workshop(draft, candidate, sets_up=True) as hosted:
-            built, why = await self._try_setup(hosted, candidate, first)
+        async with self._sandboxes.workshop(draft, candidate, sets_up=True) as environment:
+            built, why = await self._try_setup(environment, candidate, first)
             if built is not None:
                 return built
             if self._config.setup_turns:
-                built = await self._agent(hosted, candidate, first, why)
+                built = await self._agent(environment, candidate, first, why)
                 if built is not None:
                     return built
                 why = f"the set-up agent failed too; at first, {why}"
         raise Rejected("setup", " ".join(why.split())[-_MAX_REASON:])
 
     async def _try_setup(
-        self, hosted: Hosted, candidate: Candidate, expected: Prefix
+        self, environment: ProcessEnvironment, candidate: Candidate, expected: Prefix
     ) -> tuple[Prefix | None, str]:
-        """Run the setup script of `expected` in the sandbox `hosted`, then run the tests exactly
-        as episodes will. Returns the finished prefix, or None along with the reason for the
+        """Run the setup script of `expected` in the sandbox of `environment`, then run the tests
+        exactly as episodes will. Returns the finished prefix, or None along with the reason for the
         failure."""
         within_s = self._config.setup_s
         result = await call_workshop(
-            hosted, "set_up", within_s + AROUND_S, script=expected.setup, within_s=within_s
+            environment, "set_up", within_s + AROUND_S, script=expected.setup, within_s=within_s
         )
         if result["status"] != 0:
             how = "timed out" if result["status"] is None else "failed"
@@ -341,7 +345,7 @@ class PrefixBuilder:
         return None, f"none of {len(ran['tests'])} tests passes: {reply}"
 
     async def _agent(
-        self, hosted: Hosted, candidate: Candidate, first: Prefix, why: str
+        self, environment: ProcessEnvironment, candidate: Candidate, first: Prefix, why: str
     ) -> Prefix | None:
         prefix: Prefix | None = None
 
@@ -350,12 +354,12 @@ class PrefixBuilder:
             value: Mapping[str, Any] = one.arguments
             if one.name == "bash":
                 bash = {"command": value["command"], "timeout_s": int(_BASH_S)}
-                return await hosted.call(
+                return await environment.call(
                     ToolCall(call_id=one.call_id, name="bash", arguments=bash),
                     timeout_s=_BASH_S + AROUND_S,
                 )
             expected = Prefix(name=first.name, setup=value["setup"], test=value["test"])
-            prefix, complaint = await self._try_setup(hosted, candidate, expected)
+            prefix, complaint = await self._try_setup(environment, candidate, expected)
             return ToolResult(text=complaint or "It works.", done=prefix is not None)
 
         text = _TASK.format(

@@ -8,15 +8,15 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from pathlib import Path
 from typing import Any, Self
 
-from keel.agents.env_process.client import ForkServer, Hosted
-from keel.agents.env_process.process import EnvSandbox, Program
+from keel.agents.env_process.client import ForkServer, ProcessEnvironment
+from keel.agents.env_process.process import EnvironmentProgram, EnvSandbox
 from keel.agents.environments.general.workshop import MAX_SOLUTIONS, MAX_VERDICTS
 from keel.agents.schemas import ArgumentValidator
 from keel.agents.types import EnvironmentLost, Opening
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import GeneralConfig
 from keel.rewards.sandbox.bubblewrap import IsolationError
-from keel.rewards.sandbox.environments import Network, environment_wrap
+from keel.rewards.sandbox.environments import Network, environment_sandbox
 from keel.rl.turns import ToolCall, ToolSpec
 from keel.rl.types import Prompt
 from keel.synthesis.ledger import Rejected
@@ -36,9 +36,9 @@ class GeneralSandboxes:
         self.making, self.config = making, config
         making.mkdir(parents=True, exist_ok=True)
         making.chmod(0o755)  # as root, Keel runs the sandbox as another user
-        self._wraps = {False: _sandbox("none")}
+        self._sandboxes = {False: _sandbox("none")}
         if config.network:
-            self._wraps[True] = _sandbox("host")
+            self._sandboxes[True] = _sandbox("host")
         self._starting = asyncio.Semaphore(_STARTING)
         self._parent = ForkServer(self._program(_WORKSHOP))
 
@@ -50,8 +50,8 @@ class GeneralSandboxes:
 
     def _program(
         self, target: str, *, network: bool = False, readable: Sequence[Path] = (), **arguments: Any
-    ) -> Program:
-        return Program(
+    ) -> EnvironmentProgram:
+        return EnvironmentProgram(
             target=f"keel.agents.environments.general.{target}",
             arguments=arguments,
             folder=self.making,
@@ -59,16 +59,18 @@ class GeneralSandboxes:
             memory_mib=_MEMORY_MIB,
             open_s=self.config.call_s + SLACK_S,
             verdict_s=self.config.verify_s + SLACK_S,
-            wrap=self._wraps[network],
+            sandbox=self._sandboxes[network],
         )
 
     @asynccontextmanager
     async def _open(
-        self, program: Program, reward: Mapping[str, Any] | None = None, *, seed: int = 0
-    ) -> AsyncGenerator[tuple[Hosted, Opening]]:
+        self, program: EnvironmentProgram, reward: Mapping[str, Any] | None = None, *, seed: int = 0
+    ) -> AsyncGenerator[tuple[ProcessEnvironment, Opening]]:
         # The fork server's processes have no network and read no documents.
-        own = program.readable or program.wrap is not self._wraps[False]
-        hosted = Hosted(program, starting=self._starting, fork_server=None if own else self._parent)
+        own = program.readable or program.sandbox is not self._sandboxes[False]
+        hosted = ProcessEnvironment(
+            program, starting=self._starting, fork_server=None if own else self._parent
+        )
         task = Prompt(
             prompt_id="task/0",
             domain="general",
@@ -80,7 +82,7 @@ class GeneralSandboxes:
         finally:
             await hosted.close()
 
-    def open_desk(self) -> AbstractAsyncContextManager[tuple[Hosted, Opening]]:
+    def open_desk(self) -> AbstractAsyncContextManager[tuple[ProcessEnvironment, Opening]]:
         """Open the environment in which the author builds a database."""
         config = self.config
         program = self._program(
@@ -94,7 +96,7 @@ class GeneralSandboxes:
 
     def open_episode(
         self, environment: Path, number: int
-    ) -> AbstractAsyncContextManager[tuple[Hosted, Opening]]:
+    ) -> AbstractAsyncContextManager[tuple[ProcessEnvironment, Opening]]:
         """Open the environment the same way as for an episode of the policy."""
         program = self._program(
             "environment:General", folder=str(environment), verify_s=self.config.verify_s
@@ -171,13 +173,13 @@ class GeneralSandboxes:
 
 def _sandbox(network: Network) -> EnvSandbox:
     try:
-        wrap = environment_wrap(
+        sandbox = environment_sandbox(
             "bubblewrap", memory_mib=_MEMORY_MIB, processes=64, network=network, knob=""
         )
     except IsolationError as error:
         raise ConfigError(f"family = general needs a sandbox: {error}") from error
-    assert wrap is not None
-    return wrap
+    assert sandbox is not None
+    return sandbox
 
 
 @contextmanager

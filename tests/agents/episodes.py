@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.process import Program
+from keel.agents.env_process.client import ProcessEnvironment
+from keel.agents.env_process.process import EnvironmentProgram
 from keel.agents.types import ToolResult
 from keel.rl.turns import ToolCall
 from keel.rl.types import Prompt
@@ -24,15 +24,15 @@ TASK = Prompt(prompt_id="p7", domain="shop", messages=({"role": "user", "content
 PATIENT = dict.fromkeys(("open_s", "reply_s", "verdict_s", "close_s"), PATIENCE_S)
 
 
-def program(target: str = "shop:Shop", **settings: Any) -> Program:
-    return Program(**{"target": target, "folder": HERE, **PATIENT, **settings})
+def program(target: str = "shop:Shop", **settings: Any) -> EnvironmentProgram:
+    return EnvironmentProgram(**{"target": target, "folder": HERE, **PATIENT, **settings})
 
 
 @asynccontextmanager
 async def episode(
     target: str = "shop:Shop", seed: int = 3, **settings: Any
-) -> AsyncIterator[Hosted]:
-    environment = Hosted(program(target, **settings))
+) -> AsyncIterator[ProcessEnvironment]:
+    environment = ProcessEnvironment(program(target, **settings))
     try:
         await environment.open(TASK, seed=seed)
         yield environment

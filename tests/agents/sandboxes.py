@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import ForkServer, Hosted
-from keel.agents.env_process.process import EnvSandbox, Program
+from keel.agents.env_process.client import ForkServer, ProcessEnvironment
+from keel.agents.env_process.process import EnvironmentProgram, EnvSandbox
 from keel.rewards.sandbox.bubblewrap import IsolationError
-from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap
+from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_sandbox
 from tests.agents.episodes import HERE, alive, program
 
 MINE = os.environ.get("MINE", str(os.getpid()))
@@ -24,20 +24,22 @@ def sleeping(seconds: int) -> list[int]:
 
 def wrap_of(**settings: Any) -> EnvironmentSandbox:
     try:
-        wrap = environment_wrap("bubblewrap", **settings)
+        wrap = environment_sandbox("bubblewrap", **settings)
     except IsolationError as error:
         pytest.skip(str(error))
     assert isinstance(wrap, EnvironmentSandbox)
     return wrap
 
 
-def attacker(wrap: EnvSandbox, parent: ForkServer | None = None, **settings: Any) -> Hosted:
-    return Hosted(attackers(wrap, **settings), fork_server=parent)
+def attacker(
+    wrap: EnvSandbox, parent: ForkServer | None = None, **settings: Any
+) -> ProcessEnvironment:
+    return ProcessEnvironment(attackers(wrap, **settings), fork_server=parent)
 
 
-def attackers(wrap: EnvSandbox, **settings: Any) -> Program:
+def attackers(wrap: EnvSandbox, **settings: Any) -> EnvironmentProgram:
     settings = {"folder": HERE, "memory_mib": None, "env": {"MINE": MINE}, **settings}
-    return program("attacker:Attacker", wrap=wrap, **settings)
+    return program("attacker:Attacker", sandbox=wrap, **settings)
 
 
 @asynccontextmanager

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.process import Program
+from keel.agents.env_process.client import ProcessEnvironment
+from keel.agents.env_process.process import EnvironmentProgram
 from keel.rl.types import Prompt, Verdict
 from keel.synthesis.code.sandboxes import CodeSandboxes, Prefix, instance_of
 from tests.agents.episodes import PATIENT, asynchronous, use
@@ -20,7 +20,7 @@ from tests.waiting import PATIENCE_S
 pytestmark = pytest.mark.e2e
 HIDDEN = "test_the_hidden_one"
 WHERE = "pytest::tests.test_adding::test_"
-Open = Callable[[], AbstractAsyncContextManager[Hosted]]
+Open = Callable[[], AbstractAsyncContextManager[ProcessEnvironment]]
 
 
 def instance(folder: Path) -> dict[str, Any]:
@@ -45,17 +45,17 @@ async def opened(folder: Path) -> AsyncGenerator[Open]:
     wrap_of()
     reward = instance(folder)
     where = (folder / "environment").absolute()
-    program = Program(
+    program = EnvironmentProgram(
         target="keel.agents.environments.code.environment:Repository",
         folder=where,
         arguments={"folder": str(where)},
         **PATIENT,
-        wrap=wrap_of(memory_mib=2048),
+        sandbox=wrap_of(memory_mib=2048),
     )
 
     @asynccontextmanager
-    async def episode() -> AsyncGenerator[Hosted]:
-        hosted = Hosted(program)
+    async def episode() -> AsyncGenerator[ProcessEnvironment]:
+        hosted = ProcessEnvironment(program)
         task = Prompt(
             prompt_id="one",
             domain="code",
@@ -71,13 +71,13 @@ async def opened(folder: Path) -> AsyncGenerator[Open]:
     yield episode
 
 
-async def bash(hosted: Hosted, command: str) -> str:
+async def bash(hosted: ProcessEnvironment, command: str) -> str:
     result = await use(hosted, "bash", command=command)
     assert not result.failed, result.text
     return result.text
 
 
-async def worth(hosted: Hosted) -> tuple[float, dict[str, Any]]:
+async def worth(hosted: ProcessEnvironment) -> tuple[float, dict[str, Any]]:
     judged = await hosted.verdict((), "stop")
     assert isinstance(judged, Verdict), judged
     return judged.parts["correct"], dict(judged.facts)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import ForkServer, Hosted
-from keel.agents.env_process.process import Program
+from keel.agents.env_process.client import ForkServer, ProcessEnvironment
+from keel.agents.env_process.process import EnvironmentProgram
 from keel.agents.env_runtime.processes import descendants
 from keel.agents.types import EnvironmentLost
 from keel.rl.types import Verdict
@@ -47,7 +47,7 @@ def limits_of(how: str) -> tuple[float, ...]:
 
 @asynchronous
 async def test_episode_from_opening_to_verdict() -> None:
-    environment = Hosted(program())
+    environment = ProcessEnvironment(program())
     opening = await environment.open(TASK, seed=3)
     (message,) = opening.messages
     assert message["role"] == "user" and message["content"].startswith("p7 3 0.")
@@ -95,7 +95,9 @@ async def test_invalid_call_fails_without_running() -> None:
 )
 def test_fault_is_typed_with_last_output(how: str, at: str, reason: str) -> None:
     async def play(limit_s: float) -> None:
-        environment = Hosted(program(arguments={"how": how, "at": at}, verdict_s=limit_s))
+        environment = ProcessEnvironment(
+            program(arguments={"how": how, "at": at}, verdict_s=limit_s)
+        )
         with pytest.raises(EnvironmentLost) as caught:
             await environment.open(TASK, seed=3)
             if at == "reply":
@@ -139,7 +141,7 @@ async def test_faults_inside_a_call() -> None:
 
 
 @asynccontextmanager
-async def forking(program: Program) -> AsyncIterator[ForkServer]:
+async def forking(program: EnvironmentProgram) -> AsyncIterator[ForkServer]:
     server = ForkServer(program)
     try:
         yield server
@@ -148,8 +150,10 @@ async def forking(program: Program) -> AsyncIterator[ForkServer]:
 
 
 @asynccontextmanager
-async def opened(program: Program, server: ForkServer | None, seed: int = 3) -> AsyncIterator[Any]:
-    environment = Hosted(program, fork_server=server)
+async def opened(
+    program: EnvironmentProgram, server: ForkServer | None, seed: int = 3
+) -> AsyncIterator[Any]:
+    environment = ProcessEnvironment(program, fork_server=server)
     try:
         await environment.open(TASK, seed=seed)
         yield environment
@@ -185,7 +189,7 @@ async def test_cancelled_opening_leaves_nothing(forked: bool) -> None:
     spec = program(preload=forked)
     server = ForkServer(spec)
     for seconds in (0.0, 0.01, 0.1, 0.3, 0.0, 0.002, 0.05):
-        environment = Hosted(spec, fork_server=server)
+        environment = ProcessEnvironment(spec, fork_server=server)
         opening = asyncio.create_task(environment.open(TASK, seed=3))
         await asyncio.sleep(seconds)
         opening.cancel()
@@ -217,11 +221,11 @@ async def test_environment_sees_no_secrets_and_no_keel(monkeypatch: pytest.Monke
     assert all(n in allowed or n.startswith("keel.agents.env_runtime") for n in facts["keel"])
 
 
-def counter(how: str = "", **settings: Any) -> Program:
+def counter(how: str = "", **settings: Any) -> EnvironmentProgram:
     return program("preloaded:Counter", env={"AT_IMPORT": how}, **settings)
 
 
-async def look(environment: Hosted) -> dict[str, Any]:
+async def look(environment: ProcessEnvironment) -> dict[str, Any]:
     return json.loads((await use(environment, "look")).text)
 
 
@@ -230,7 +234,7 @@ async def test_forked_episodes_share_only_the_import() -> None:
     async def draws(server: ForkServer | None) -> list[str]:
         texts: list[str] = []
         for seed in (5, 5, 6):
-            environment = Hosted(counter(), fork_server=server)
+            environment = ProcessEnvironment(counter(), fork_server=server)
             texts.append((await environment.open(TASK, seed=seed)).messages[0]["content"])
             await environment.close()
         return texts
@@ -268,20 +272,20 @@ async def test_shared_state_disables_forking() -> None:
 class RefusesForks:
     """A sandbox that starts processes, but whose fork server dies at once."""
 
-    inner, probe = dict[str, Any](), ""
+    fork_isolation, probe = dict[str, Any](), ""
 
     @contextmanager
     def __call__(self, command: Any, *, readable: Any, forks: bool = False) -> Iterator[Any]:
         outer = ["false"] if forks else ["sh", "-c", '"$@"; exit $?', "sh"]  # ends with its child
         yield [*outer, *command], {}, ()
 
-    def hold(self, pid: int, *, inside: bool) -> Any:
+    def limit_memory(self, pid: int, *, inside: bool) -> Any:
         return lambda: ""
 
 
 @asynchronous
 async def test_sandbox_that_refuses_forks_starts_each_episode() -> None:
-    spec = replace(counter(), wrap=RefusesForks())
+    spec = replace(counter(), sandbox=RefusesForks())
     async with forking(spec) as server, opened(spec, server) as environment:
         assert not (await look(environment))["forked"]
         assert "does not work here" in server.disabled_reason

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.process import KEEL, Program
+from keel.agents.env_process.client import ProcessEnvironment
+from keel.agents.env_process.process import KEEL, EnvironmentProgram
 from keel.agents.env_runtime.processes import descendants
 from keel.agents.environments.interpreter import _put_files
 from keel.configs.schema import Config, DataConfig, EnvironmentConfig, SourceConfig
@@ -28,7 +28,7 @@ needs_jupyter = pytest.mark.skipif(
 DEAF = "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(1000)"
 
 
-async def cell(environment: Hosted, code: str) -> str:
+async def cell(environment: ProcessEnvironment, code: str) -> str:
     result = await use(environment, "python", code=code)
     assert not result.failed
     return result.text
@@ -39,8 +39,8 @@ async def cell(environment: Hosted, code: str) -> str:
 def test_kernel_in_the_sandbox() -> None:
     async def play(cell_s: float) -> None:
         arguments = {"cell_s": cell_s, "ending_s": cell_s}
-        environment = Hosted(
-            Program(target=TARGET, folder=KEEL, wrap=wrap_of(), arguments=arguments)
+        environment = ProcessEnvironment(
+            EnvironmentProgram(target=TARGET, folder=KEEL, sandbox=wrap_of(), arguments=arguments)
         )
         await environment.open(TASK, seed=3)
         assert await cell(environment, "x = 6\nprint('a')\nx * 7") == "a\n42"
@@ -127,9 +127,9 @@ async def test_an_episode_sees_files_but_no_answer(tmp_path: Path) -> None:
     (tmp_path / "files" / "sales.csv").write_text("day,units\n1,20\n2,22\n")
     (item,) = load_jsonl(config, check_spec).items
     made = environment_spec(Config(data=DataConfig(sources=(config,))), config)
-    assert isinstance(made, Program)
+    assert isinstance(made, EnvironmentProgram)
 
-    environment = Hosted(made)
+    environment = ProcessEnvironment(made)
     opening = await environment.open(item.prompt, seed=seed_of("x"))
     system, question = opening.messages
     assert "sales.csv (20 bytes)" in system["content"] and question["content"] == "How many?"

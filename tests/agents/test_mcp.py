@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.process import Program
-from keel.agents.mcp_client import McpEpisode, McpServer
+from keel.agents.env_process.client import ProcessEnvironment
+from keel.agents.env_process.process import EnvironmentProgram
+from keel.agents.mcp_client import McpEnvironment, McpServer
 from keel.agents.types import EnvironmentLost, Opening
 from keel.rl.types import Prompt, Verdict
 from tests.agents import openenv_stand_in
@@ -27,16 +27,16 @@ SHOP = (sys.executable, str(HERE / "mcp_shop.py"), "{seed}")
 
 
 @asynccontextmanager
-async def served(**settings: Any) -> AsyncIterator[tuple[McpEpisode, Opening]]:
+async def served(**settings: Any) -> AsyncIterator[tuple[McpEnvironment, Opening]]:
     server = McpServer(**{"command": SHOP, **PATIENT, **settings})
-    environment = McpEpisode(server)
+    environment = McpEnvironment(server)
     try:
         yield environment, await environment.open(TASK, seed=3)
     finally:
         await environment.close()
 
 
-async def shop(environment: McpEpisode, opening: Opening) -> None:
+async def shop(environment: McpEnvironment, opening: Opening) -> None:
     assert opening.messages == TASK.messages
     assert [tool.name for tool in opening.tools] == ["buy", "go_wrong"]
     assert opening.tools[0].description == "Buy something."
@@ -149,8 +149,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def hosted(folder: Path, target: str, **settings: Any) -> Hosted:
-    return Hosted(Program(target=target, folder=folder, **PATIENT, **settings))
+def hosted(folder: Path, target: str, **settings: Any) -> ProcessEnvironment:
+    return ProcessEnvironment(
+        EnvironmentProgram(target=target, folder=folder, **PATIENT, **settings)
+    )
 
 
 @asynchronous

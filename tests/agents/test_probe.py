@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.process import Program
+from keel.agents.env_process.process import EnvironmentProgram
 from keel.agents.mcp_client import McpServer
 from keel.agents.probe import try_environment
 from tests.agents.episodes import PATIENT, TASK, program, run
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.e2e
 CHAT = chat_of("qwen3")
 
 
-def tried(spec: Program | McpServer, window: int = 4096, task: Any = TASK) -> str:
+def tried(spec: EnvironmentProgram | McpServer, window: int = 4096, task: Any = TASK) -> str:
     work = try_environment(spec, task=task, seed=3, chat=CHAT, window=window, thinking=True)
     return run(work)[0]
 
 
-def complaint(spec: Program | McpServer, **settings: Any) -> str:
+def complaint(spec: EnvironmentProgram | McpServer, **settings: Any) -> str:
     with pytest.raises(ValueError) as caught:
         tried(spec, **settings)
     return str(caught.value)
@@ -60,7 +60,7 @@ SOURCES = {
 def test_failed_opening_names_the_cure(tmp_path: Path, target: str, reason: str, cure: str) -> None:
     for name, text in SOURCES.items():
         (tmp_path / name).write_text(text)
-    spec = Program(target=target, folder=tmp_path, memory_mib=512, **PATIENT)
+    spec = EnvironmentProgram(target=target, folder=tmp_path, memory_mib=512, **PATIENT)
     message = complaint(spec)
     assert message.startswith(f"environment {target} cannot be opened for task p7: ")
     assert reason in message and cure in message

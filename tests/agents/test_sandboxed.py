@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import ForkServer, Hosted
+from keel.agents.env_process.client import ForkServer, ProcessEnvironment
 from keel.agents.env_process.process import EnvSandbox
 from keel.agents.env_runtime.processes import descendants
 from keel.agents.types import EnvironmentLost
@@ -48,7 +48,7 @@ async def test_attacks_fail(
     outside = [str(tmp_path / "trajectories"), str(HERE.parents[1] / ".git"), "/etc/ssh", "/home"]
     outside += ["/run", "/sys", "/var", str(HERE.parent / "rewards")]
 
-    async def attack(environment: Hosted) -> None:
+    async def attack(environment: ProcessEnvironment) -> None:
         await environment.open(TASK, seed=3)
 
         async def tried(tool: str, **arguments: Any) -> Any:
@@ -181,9 +181,9 @@ async def test_folder_permissions(tmp_path: Path) -> None:
     wrap = wrap_of(writable=(folders["out"],), hidden=hidden, files_mib=FILES_MIB)
     options = {"kind": "functions", "folder": folders["env"], "readable": (folders["data"],)}
 
-    spec = program(str(tmp_path / "alone.py"), wrap=wrap, **options)
+    spec = program(str(tmp_path / "alone.py"), sandbox=wrap, **options)
     parent = ForkServer(spec)
-    environment = Hosted(spec, fork_server=parent)
+    environment = ProcessEnvironment(spec, fork_server=parent)
     await environment.open(TASK, seed=3)
     assert parent.disabled_reason == "the environment has folders in /tmp"
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Optional, Union
 
 import pytest
 
-from keel.agents.env_process.client import Hosted
+from keel.agents.env_process.client import ProcessEnvironment
 from keel.agents.env_runtime.tool_objects import (
     InvalidEnvironment,
     Object,
@@ -130,7 +130,7 @@ async def test_functions_are_an_environment(tmp_path: Path) -> None:
         "def add(a: int, b: int) -> int:\n    'Add two numbers.'\n    return a + b\n"
         "def _hidden(): ...\n"
     )
-    environment = Hosted(program("tools_of_mine", folder=tmp_path))
+    environment = ProcessEnvironment(program("tools_of_mine", folder=tmp_path))
     opening = await environment.open(TASK, seed=3)
     assert opening.messages == TASK.messages and [t.name for t in opening.tools] == ["add"]
     assert (await use(environment, "add", a=2, b=3)).text == "5"

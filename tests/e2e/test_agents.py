@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from keel.rewards.sandbox.environments import environment_wrap
+from keel.rewards.sandbox.environments import environment_sandbox
 from keel.rewards.sandbox.sandbox import IsolationError
 from keel.trainer.run.signals import PREEMPTED
 from keel.trainer.run.trajectory_files import TOKENS
@@ -48,7 +48,7 @@ def source(name: str, kind: str, environment: Any, size: int, holdout: int) -> d
 def recipe(folder: Path) -> list[str]:
     isolation = "bubblewrap"
     try:
-        environment_wrap(isolation)
+        environment_sandbox(isolation)
     except IsolationError:
         isolation = "none-i-trust-the-environments"
     program = folder / "program"

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.process import Program
+from keel.agents.env_process.client import ProcessEnvironment
+from keel.agents.env_process.process import EnvironmentProgram
 from keel.agents.environments.demonstrations import Demonstration
 from keel.agents.environments.search.documents import ensure_index
 from keel.agents.environments.search.environment import Search
@@ -399,13 +399,13 @@ def test_code_demonstration_matches_the_real_environment(tmp_path: Path) -> None
     task = json.loads((tmp_path / "code/tasks.jsonl").read_text())
     folder = tmp_path / "code/environment"
     target, where = "keel.agents.environments.code.environment:Repository", {"folder": str(folder)}
-    program = Program(target=target, folder=folder, arguments=where, wrap=wrap)
+    program = EnvironmentProgram(target=target, folder=folder, arguments=where, sandbox=wrap)
     asked = ({"role": "user", "content": task["prompt"]},)
     prompt = Prompt(prompt_id="code/0", domain="code", messages=asked, reward=task["reward"])
     expected = task["prompt"].partition("pace() should be ")[2][:2]
 
     async def played() -> None:
-        hosted = Hosted(program)
+        hosted = ProcessEnvironment(program)
         try:
             opening = await hosted.open(prompt, seed=1)
             (one,) = shown("code", 1)

@@ -22,7 +22,7 @@ from keel.configs.schema import (
 )
 from keel.data.dataset import load_dataset
 from keel.model.tiny.tokenizer import build_tokenizer
-from keel.trainer.build_agents import check_chat, check_environments, wrap
+from keel.trainer.build_agents import check_chat, check_environments, sandbox_for
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
@@ -111,7 +111,7 @@ def test_prompt_files_are_hidden_in_sandboxes(tmp_path: Path) -> None:
         recipe = config()
         recipe = replace(recipe, data=replace(recipe.data, sources=(source,)))
         try:
-            isolated = wrap(recipe, source)
+            isolated = sandbox_for(recipe, source)
         except ValueError as error:
             pytest.skip(str(error))
         names = [str(path) for path in (tasks, tmp_path / "link", more)]

@@ -450,7 +450,7 @@ def test_sandbox_reaches_only_its_endpoint() -> None:
     with socket.create_server(("127.0.0.2", 0)) as service:
         place = f"127.0.0.2:{service.getsockname()[1]}"
         paths = find_runtime(sys.executable).paths
-        ended, finished = drive(ASK + spy, place, wrap=wrap, readable=paths, policy=policy)
+        ended, finished = drive(ASK + spy, place, sandbox=wrap, readable=paths, policy=policy)
     facts = {"machine": "ConnectionRefusedError", "world": "OSError", "tools": 7}
     assert ended.verdict == Verdict(parts={"correct": 1.0}, facts=facts), ended
     check_law(policy, finished.segments)

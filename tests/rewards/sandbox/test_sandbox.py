@@ -16,7 +16,7 @@ import yaml
 
 from keel.rewards.sandbox import processes
 from keel.rewards.sandbox import sandbox as module
-from keel.rewards.sandbox.environments import environment_wrap, find_runtime
+from keel.rewards.sandbox.environments import environment_sandbox, find_runtime
 from keel.rewards.sandbox.processes import (
     _descendants,
     _MemoryLimiter,
@@ -68,14 +68,14 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_isolation_of_environments_is_probed(script: str, stand_in) -> None:
     stand_in(script)
     with pytest.raises(IsolationError, match=r"agents\.isolation"):
-        environment_wrap("bubblewrap", processes=8)
+        environment_sandbox("bubblewrap", processes=8)
 
 
 def test_other_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     problem = "does not work here: sandboxes need x86_64, and this machine is aarch64"
     with pytest.raises(IsolationError, match=rf"^agents\.isolation {problem}$"):
-        environment_wrap("bubblewrap")
+        environment_sandbox("bubblewrap")
     open_sandbox.cache_clear()
     with pytest.raises(IsolationError, match=rf"^rewards\.code\.isolation = .* {problem}$"):
         open_sandbox("bubblewrap")
@@ -85,7 +85,7 @@ def test_other_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_partial_isolation_is_refused(stand_in) -> None:
     stand_in(HALF.format(bwrap=shutil.which("bwrap")))
     with pytest.raises(IsolationError, match="sockets"):
-        environment_wrap("bubblewrap")
+        environment_sandbox("bubblewrap")
 
 
 def test_a_reused_pid_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:

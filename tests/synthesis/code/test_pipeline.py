@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from keel.agents.env_process.client import Hosted
+from keel.agents.env_process.client import ProcessEnvironment
 from keel.agents.environments.code.languages import LANGUAGES
 from keel.agents.types import EnvironmentLost
 from keel.configs.synthesis import CodeLanguage
@@ -78,7 +78,7 @@ def test_lost_verdict_is_rejected_with_its_output(
     async def lost(*_: object) -> Verdict:
         raise EnvironmentLost("crash", "verdict", "ended with SIGSEGV", "last words")
 
-    monkeypatch.setattr(Hosted, "verdict", lost)
+    monkeypatch.setattr(ProcessEnvironment, "verdict", lost)
     git = repository(tmp_path / "git", ("Begin", BEFORE), (ISSUE, AFTER))
     report, _ = made(config(source(git)), tmp_path / "out")
     (reason,) = refused(report)["verdict"]

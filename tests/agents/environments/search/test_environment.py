@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from keel.agents.env_process.client import Hosted
-from keel.agents.env_process.process import Program
+from keel.agents.env_process.client import ProcessEnvironment
+from keel.agents.env_process.process import EnvironmentProgram
 from keel.agents.environments.search import documents as index_module
 from keel.agents.environments.search.documents import (
     SearchIndex,
@@ -200,10 +200,10 @@ async def test_search_can_read_only_the_index(tmp_path: Path) -> None:
     (source,) = config.data.sources
     (item,) = load_jsonl(source, check_spec).items
     made = environment_spec(config, source)
-    assert isinstance(made, Program)
+    assert isinstance(made, EnvironmentProgram)
     (tmp_path / "corpus").rename(tmp_path / "gone")
 
-    environment = Hosted(made)
+    environment = ProcessEnvironment(made)
     await environment.open(item.prompt, seed=1)
     assert "Mirela Dancu" in (await use(environment, "search", query="Halvorsen")).text
     assert (await use(environment, "open", document=str(tasks))).failed
