@@ -25,7 +25,7 @@ from keel.configs.schema import ConfigError, JudgeConfig, RunConfig
 from keel.data.results import align_columns
 from keel.model.hub import download
 from keel.rewards.judge.service import JudgeService
-from keel.rewards.judge.specs import Failed, Judged, ServedJudge, judged_spec
+from keel.rewards.judge.specs import JudgeError, Judgement, ServedJudge, judged_spec
 from keel.rl.types import Prompt
 from keel.rollout.judge.server import JudgeServer
 from keel.trainer.placement.nodes import start_ray, stop_ray
@@ -166,7 +166,7 @@ def _judge_answers(
     with JudgeService(settings, servers=servers) as judge:
         with waiting("starting the judge" if servers else "connecting to the judge"):
             judge.check_reachable()
-        results: list[Judged | Failed] = []
+        results: list[Judgement | JudgeError] = []
         with (
             out.open("w", encoding="utf-8") as file,
             waiting("judging", total=len(answers), unit="answers") as progress,
@@ -175,11 +175,14 @@ def _judge_answers(
             for answer, future in zip(answers, futures, strict=True):
                 result = future.result()
                 line: dict[str, Any] = {"id": answer.prompt.prompt_id}
-                if isinstance(result, Judged):
+                if isinstance(result, Judgement):
                     line |= {"score": result.value, "parts": dict(result.parts)}
                     line["verdicts"] = [asdict(verdict) for verdict in result.verdicts]
                 else:
-                    line |= {"score": None, "failed": asdict(result)}
+                    line |= {
+                        "score": None,
+                        "failed": {"kind": result.kind, "reason": result.reason},
+                    }
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 results.append(result)
@@ -188,11 +191,11 @@ def _judge_answers(
     print("\n".join(_results_table(answers, results)))
     scores: dict[str, list[float]] = {}
     for result in results:
-        if isinstance(result, Judged):
+        if isinstance(result, Judgement):
             scores.setdefault("mean score", []).append(result.value)
             for verdict in result.verdicts:
                 scores.setdefault(verdict.name, []).append(verdict.score)
-    failures = sum(isinstance(result, Failed) for result in results)
+    failures = sum(isinstance(result, JudgeError) for result in results)
     print(" · ".join(f"{_printable(name)} {fmean(of):.3f}" for name, of in scores.items()))
     print(
         f"judged {len(results) - failures}, failed {failures}; {counts.calls} calls, "
@@ -202,11 +205,13 @@ def _judge_answers(
     return failures
 
 
-def _results_table(answers: Sequence[_Answer], results: Sequence[Judged | Failed]) -> list[str]:
+def _results_table(
+    answers: Sequence[_Answer], results: Sequence[Judgement | JudgeError]
+) -> list[str]:
     rows = [["", "score", "spread", ""]]
     for answer, result in list(zip(answers, results, strict=True))[:_MAX_ROWS]:
         score, spread, text = "failed", "", ""
-        if isinstance(result, Failed):
+        if isinstance(result, JudgeError):
             text = result.reason
         else:
             score, spread = f"{result.value:.3f}", f"{result.parts['disagreement']:.2f}"

@@ -1,2 +1,2 @@
-"""Computes reward components with verifiers, judges and user functions, and combines them into a
+"""Computes reward parts with verifiers, judges and user functions, and combines them into a
 score."""

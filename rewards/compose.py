@@ -1,4 +1,4 @@
-"""Combines the components of a reward into a single number."""
+"""Combines the parts of a reward into a single number."""
 
 import difflib
 from collections.abc import Collection, Mapping
@@ -8,7 +8,7 @@ from keel.rewards.custom import is_function, load_function
 from keel.rl.types import FUNCTIONS
 
 LANGUAGE_PARTS = {"language": "both", "language_answer": "answer", "language_thinking": "thinking"}
-"""Maps each language component to the text that it measures. A component is computed only if it has
+"""Maps each language part to the text that it measures. A part is computed only if it has
 a weight."""
 _RUBRIC = ("rubric", "disagreement")
 _PROOF = ("proof", "self_score", "self_meta", "verifier_meta", "proof_format", "disagreement")
@@ -19,10 +19,10 @@ JUDGED_PARTS = {
     "refusal": _RUBRIC,
     "verification": _VERIFICATION,
 }
-"""Maps each kind of judged spec to its reward components. All kinds also have the component
+"""Maps each kind of judged spec to its reward parts. All kinds also have the part
 `correct`, which is the total score."""
 REFUSAL = "refusal"
-"""Name of the component that is 1 if the judge finds that the completion declines the task."""
+"""Name of the part that is 1 if the judge finds that the completion declines the task."""
 PARTS = (
     "correct",
     "format",
@@ -30,7 +30,7 @@ PARTS = (
     *LANGUAGE_PARTS,
     *dict.fromkeys(part for parts in JUDGED_PARTS.values() for part in parts),
 )
-"""Built-in reward components that a recipe can list in `data.sources[].rewards`. A recipe can also
+"""Built-in reward parts that a recipe can list in `data.sources[].rewards`. A recipe can also
 list functions there; their names contain a dot."""
 _ROUNDING = 1e-12  # a reward below this fraction of its largest term is treated as a rounding error
 
@@ -40,18 +40,18 @@ class Score:
     """The reward for one completion."""
 
     value: float
-    """The weighted sum of the reward components."""
+    """The weighted sum of the reward parts."""
     parts: Mapping[str, float]
-    """The reward components before weighting, each from 0 to 1."""
+    """The reward parts before weighting, each from 0 to 1."""
 
 
 def check_weights(
     weights: Mapping[str, Mapping[str, float]], environments: Collection[str] = ()
 ) -> None:
-    """Check that each domain's reward components exist and that all reward functions can be loaded.
+    """Check that each domain's reward parts exist and that all reward functions can be loaded.
     Raises ValueError if not.
 
-    `environments` lists the domains whose environments define their own components.
+    `environments` lists the domains whose environments define their own parts.
     """
     for domain, parts in weights.items():
         for name in parts:
@@ -70,8 +70,8 @@ def check_weights(
 
 
 def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
-    """Return an error message if a component in `weights` is unknown, or "" if all are known.
-    `known` lists the components that an environment returns."""
+    """Return an error message if a part in `weights` is unknown, or "" if all are known.
+    `known` lists the parts that an environment returns."""
     for name in weights:
         if not is_function(name) and name not in PARTS and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -84,7 +84,7 @@ def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
 
 
 def check_parts(kind: str, weights: Mapping[str, float]) -> None:
-    """Raise ValueError if a reward component isn't available for prompts of this `kind`."""
+    """Raise ValueError if a reward part isn't available for prompts of this `kind`."""
     if kind == FUNCTIONS and not any(is_function(n) and w > 0 for n, w in weights.items()):
         raise ValueError("has nothing to judge it by, and data.sources[].rewards has no function")
     for name in weights:
@@ -98,7 +98,7 @@ def check_parts(kind: str, weights: Mapping[str, float]) -> None:
 def compose(
     parts: Mapping[str, float], weights: Mapping[str, float], *, cut_off: bool = False
 ) -> Score:
-    """Compute a reward as the weighted sum of its components.
+    """Compute a reward as the weighted sum of its parts.
 
     A sum that differs from 0 only by rounding error is set to exactly 0, so that the error can't
     turn into an advantage. A `cut_off` completion counts as wrong and receives a reward of at most

@@ -179,7 +179,7 @@ _FOREIGN = frozenset(
 
 
 def is_function(part: str) -> bool:
-    """Return whether a reward component is a user-defined function. Only user-defined functions
+    """Return whether a reward part is a user-defined function. Only user-defined functions
     have a dot in their name."""
     return "." in part
 
@@ -369,10 +369,10 @@ class FailureBudget:
     def record(
         self, name: str, prompt_id: str, errors: Sequence[tuple[str, str]], *, counted: bool
     ) -> None:
-        """Record the outcome of a reward component for each completion of a prompt. An outcome is
+        """Record the outcome of a reward part for each completion of a prompt. An outcome is
         an error and its location, or two empty strings.
 
-        Raises RewardStopped if `counted` is set and the component has failed too often. Verifiers
+        Raises RewardStopped if `counted` is set and the part has failed too often. Verifiers
         aren't counted, because they usually fail on completions that can't be parsed.
         """
         with self._lock:

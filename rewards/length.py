@@ -90,7 +90,7 @@ class LengthRule:
         self, rewards_G: _Floats, correct_G: _Floats, tokens_G: NDArray[np.int64]
     ) -> _Floats:
         """Return how much to add to each reward, [G]. `correct_G` holds each completion's reward
-        component `correct`, from 0 to 1."""
+        part `correct`, from 0 to 1."""
         right = correct_G >= self.correct_threshold
         every = np.ones_like(right)
         if self.may_outweigh:
@@ -114,7 +114,7 @@ class LengthRule:
 def apply_length_rule(
     scores: Sequence[Score], trajectories: Sequence[Trajectory], rule: LengthRule
 ) -> list[Score]:
-    """Apply a length rule to a group's scores, and add the components `length` and `length_cost` to
+    """Apply a length rule to a group's scores, and add the parts `length` and `length_cost` to
     them."""
     tokens = np.array([trajectory.sampled_tokens for trajectory in trajectories], np.int64)
     crashed = np.array([each.finish_reason == "crash" for each in trajectories], np.bool_)

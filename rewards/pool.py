@@ -50,7 +50,7 @@ class VerifierScore:
     at: str = field(default="", compare=False)
     """Location of the error, such as `my_rewards.py:12 in brief`, or "" if it is unknown."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Additional reward components that the verifier returned."""
+    """Additional reward parts that the verifier returned."""
 
 
 class WorkerPool:

@@ -23,8 +23,13 @@ from keel.rewards.custom import (
     scores_group,
 )
 from keel.rewards.judge.service import JudgeService
-from keel.rewards.judge.specs import JUDGED_KINDS, Counts, Failed, Judged
-from keel.rewards.judge.specs import REFUSAL as REFUSAL_SPEC
+from keel.rewards.judge.specs import (
+    JUDGED_KINDS,
+    REFUSAL_SPEC,
+    Counts,
+    JudgeError,
+    Judgement,
+)
 from keel.rewards.length import LengthRule, apply_length_rule
 from keel.rewards.pool import VerifierScore, WorkerPool
 from keel.rewards.rules.verifiers import keeps_format
@@ -45,12 +50,12 @@ from keel.rl.types import (
     Trajectory,
 )
 
-_Result = VerifierScore | Judged | Failed
+_Result = VerifierScore | Judgement | JudgeError
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A trajectory's reward components, collected while its group is being scored."""
+    """A trajectory's reward parts, collected while its group is being scored."""
 
     trajectory: Trajectory
     parts: dict[str, float] = field(default_factory=lambda: {ERROR: 0.0})
@@ -58,9 +63,9 @@ class _Draft:
     dropped: str = ""  # why the trajectory is dropped
 
     def add(self, part: str, result: _Result) -> None:
-        if isinstance(result, Failed):
+        if isinstance(result, JudgeError):
             self.dropped = self.dropped or f"the judge failed ({result.kind}): {result.reason}"
-        elif isinstance(result, Judged):
+        elif isinstance(result, Judgement):
             prefix = f"{REFUSAL}: " if part == REFUSAL else ""
             self.parts |= {part: result.value, **({} if prefix else result.parts)}
             for verdict in result.verdicts:
@@ -91,12 +96,12 @@ class Scorer:
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
         pool: WorkerPool | None = None,
     ) -> None:
-        """Check the reward weights and start the workers. Raises ValueError if a component is
+        """Check the reward weights and start the workers. Raises ValueError if a part is
         unknown.
 
-        `weights` maps each domain to its reward components and their weights, and `lengths` maps
+        `weights` maps each domain to its reward parts and their weights, and `lengths` maps
         each domain to its length rule. `environments` lists the domains whose environments define
-        their own components. If `pool` is given, it is used instead of new workers, and `close`
+        their own parts. If `pool` is given, it is used instead of new workers, and `close`
         closes it. The caller must close `judge`. `say` is called with each line of an error report.
         """
         compose.check_weights(weights, environments)
@@ -115,7 +120,7 @@ class Scorer:
     def submit(self, group: Group, purpose: Purpose = "train") -> Future[ScoredGroup]:
         """Start scoring all trajectories in a group.
 
-        If a verifier fails on a completion, its component is 0 and the component `error` is 1.
+        If a verifier fails on a completion, its part is 0 and the part `error` is 1.
         Completions that the judge couldn't score are dropped. In training, truncated ones are
         dropped too if the length rule requires it. The future raises ValueError if the domain has
         no weights or the reward spec is malformed, and RewardStopped if too many
@@ -144,7 +149,7 @@ class Scorer:
         self.close()
 
     def _start(self, group: Group) -> dict[str, Future[list[_Result]]]:
-        """Start computing a group's reward components. Each has one result per trajectory."""
+        """Start computing a group's reward parts. Each has one result per trajectory."""
         prompt, trajectories = group.prompt, group.trajectories
         kind, weights = prompt.reward.get("kind"), self._weights.get(prompt.domain)
         if weights is None:
@@ -215,7 +220,7 @@ class Scorer:
     def _collect_parts(
         self, group: Group, pending: Mapping[str, Future[list[_Result]]]
     ) -> list[_Draft]:
-        """Collect all of a group's reward components. Raises ValueError if its prompt or verdict is
+        """Collect all of a group's reward parts. Raises ValueError if its prompt or verdict is
         invalid."""
         prompt, weights = group.prompt, self._weights[group.prompt.domain]
         kind, drafts = prompt.reward.get("kind"), [_Draft(one) for one in group.trajectories]
@@ -241,7 +246,7 @@ class Scorer:
                 text, finished = raw_text(draft.trajectory.messages), not draft.trajectory.cut
                 kept = keeps_format(text, thinking=prompt.thinking, finished=finished)
                 draft.parts["format"] = float(kept)
-            if draft.trajectory.finish_reason == "crash":  # the worst value of every component
+            if draft.trajectory.finish_reason == "crash":  # the worst value of every part
                 worst = {name: float(weight < 0) for name, weight in weights.items()}
                 draft.parts, draft.dropped = {**worst, "correct": 0.0, ERROR: 0.0}, ""
             _check_parts(draft, weights)
@@ -286,7 +291,7 @@ class Scorer:
 
 
 def _check_parts(draft: _Draft, weights: Mapping[str, float]) -> None:
-    """Check that a trajectory has a value for every reward component that has a weight."""
+    """Check that a trajectory has a value for every reward part that has a weight."""
     missing = [name for name in weights if name not in draft.parts]
     if missing and not draft.dropped:
         error = (

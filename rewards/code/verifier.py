@@ -343,7 +343,7 @@ class _CodeVerdict(NamedTuple):
     score: float
     failures: tuple[str, ...]  # the reason each test of the spec failed, or "" if it passed
     parts: Mapping[str, float]
-    """Additional reward components. `samples` is 1 if the program passed all tests that the task
+    """Additional reward parts. `samples` is 1 if the program passed all tests that the task
     shows, and `subtask/NAME` is the part of the score earned in a subtask."""
 
 

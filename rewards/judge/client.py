@@ -22,7 +22,7 @@ from openai import APIConnectionError, AsyncOpenAI, DefaultAsyncHttpxClient, Tim
 from keel.configs.sections.rewards import JudgeConfig
 from keel.rewards.custom import RewardStopped
 from keel.rewards.judge.prompts import BadReply, Question, new_fence
-from keel.rewards.judge.specs import Counts, FailureKind, ServedJudge, Unjudged
+from keel.rewards.judge.specs import Counts, FailureKind, JudgeError, ServedJudge
 from keel.rl.metrics import Mean
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -143,7 +143,7 @@ class JudgeEndpoint:
         """Return the judge's response to a question. Later calls with the same `sample` return the
         cached response, unless `fresh` is set.
 
-        Raises Unjudged if all attempts fail, and RewardStopped if the endpoint no longer accepts
+        Raises JudgeError if all attempts fail, and RewardStopped if the endpoint no longer accepts
         calls.
         """
         s = self._settings
@@ -254,7 +254,7 @@ class JudgeEndpoint:
                     self._cache.put(key, content)
                     self._log_chat(messages, content)
                     return content
-                except Unjudged as error:
+                except JudgeError as error:
                     attempt += 1
                     if not error.retry or attempt > self._settings.retries:
                         raise
@@ -311,7 +311,7 @@ class JudgeEndpoint:
         finally:
             self.counts.call_s = self.counts.call_s.merge(Mean(time.monotonic() - started, 1))
 
-    def _failure(self, error: Exception) -> Unjudged:
+    def _failure(self, error: Exception) -> JudgeError:
         kind: FailureKind
         retry, after_s = True, 0.0
         cause = error if isinstance(error, _ReplyTooLarge) else error.__cause__
@@ -336,7 +336,7 @@ class JudgeEndpoint:
         for backend in self._backends:
             reason = reason.replace(backend.key, "***") if backend.key else reason
         reason = "".join(c if c.isprintable() else " " for c in reason[:300])
-        return Unjudged(kind, reason, retry=retry, after_s=after_s)
+        return JudgeError(kind, reason, retry=retry, after_s=after_s)
 
     def _read_content(self, body: str) -> str:
         try:

@@ -62,33 +62,25 @@ class _Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Judgement:
     """The judge's result for one completion."""
 
     value: float  # the total score, from 0 to 1
     parts: Mapping[str, float]
-    """The reward components, each from 0 to 1. Prompts of the same kind have the same components.
+    """The reward parts, each from 0 to 1. Prompts of the same kind have the same parts.
     `disagreement` measures how much the samples differ."""
     verdicts: tuple[_Verdict, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The result for a completion that couldn't be judged. Such completions are dropped from their
-    group."""
-
-    kind: FailureKind
-    reason: str
-
-
-class Unjudged(Exception):
-    """Raised if a call to the judge returned no usable response. `after_s` is the retry delay the
-    endpoint asked for."""
+class JudgeError(Exception):
+    """Raised if a call to the judge returned no usable response. It is also the result for a
+    completion that couldn't be judged, which is dropped from its group. `after_s` is the retry
+    delay the endpoint asked for."""
 
     def __init__(self, kind: FailureKind, reason: str, *, retry: bool, after_s: float = 0) -> None:
         super().__init__(reason)
         self.kind: FailureKind = kind
-        self.retry, self.after_s = retry, after_s
+        self.reason, self.retry, self.after_s = reason, retry, after_s
 
 
 @dataclass(slots=True)
@@ -147,7 +139,8 @@ class _JudgedSpec(RewardSpec):
     """Base class for reward specs that use a judge.
 
     `read` parses an answer, or returns why it is malformed. `sample` judges it once, and raises
-    Unjudged if the judge gives no usable response. `combine` merges several samples into a reward.
+    JudgeError if the judge gives no usable response. `combine` merges several samples into a
+    reward.
     """
 
     PARTS: ClassVar[tuple[str, ...]]
@@ -157,10 +150,10 @@ class _JudgedSpec(RewardSpec):
     def sees_thinking(self) -> bool:
         return False
 
-    def zero_result(self, reason: str) -> Judged:
+    def zero_result(self, reason: str) -> Judgement:
         """Return the result for an answer that scores 0 without being judged."""
         verdict = _Verdict(self.ZERO_VERDICT, 0.0, reason)
-        return Judged(0.0, dict.fromkeys(self.PARTS, 0.0), (verdict,))
+        return Judgement(0.0, dict.fromkeys(self.PARTS, 0.0), (verdict,))
 
 
 # --- Rubrics ---
@@ -223,7 +216,7 @@ class Rubric(_JudgedSpec):
         replies: list[_Verdicts] = await asyncio.gather(*map(ask, questions))
         return {ids[k].name: verdict for reply in replies for k, verdict in reply.items()}
 
-    def combine(self, answer: Any, samples: Sequence[_Verdicts]) -> Judged:
+    def combine(self, answer: Any, samples: Sequence[_Verdicts]) -> Judgement:
         """Average each criterion's score over the samples, and return the weighted sum.
         `disagreement` is the weighted mean of max − min over the samples."""
         total = sum(c.weight for c in self.criteria)
@@ -235,11 +228,11 @@ class Rubric(_JudgedSpec):
             value += criterion.weight * mean / total
             spread += criterion.weight * (max(scores) - min(scores)) / total
             verdicts.append(_Verdict(criterion.name, mean, samples[0][criterion.name][1]))
-        return Judged(value, {"rubric": value, "disagreement": spread}, tuple(verdicts))
+        return Judgement(value, {"rubric": value, "disagreement": spread}, tuple(verdicts))
 
-    def zero_result(self, reason: str) -> Judged:
+    def zero_result(self, reason: str) -> Judgement:
         verdicts = tuple(_Verdict(c.name, 0.0, reason) for c in self.criteria)
-        return Judged(0.0, dict.fromkeys(self.PARTS, 0.0), verdicts)
+        return Judgement(0.0, dict.fromkeys(self.PARTS, 0.0), verdicts)
 
 
 _DECLINES = Criterion(
@@ -255,7 +248,7 @@ _HELPS = Criterion(
     "evades the request, or warns and moralises in place of doing it; whether the attempt succeeds "
     "does not matter.",
 )
-REFUSAL = {"kind": "refusal", "refuse": True}
+REFUSAL_SPEC = {"kind": "refusal", "refuse": True}
 
 
 class _Refusal(RewardSpec):
@@ -364,7 +357,7 @@ class _ProofSpec(_JudgedSpec):
         (verification, check), self_check = await asyncio.gather(verify(), own)
         return _ProofSample(verification, check, self_check)
 
-    def combine(self, answer: Proof, samples: Sequence[_ProofSample]) -> Judged:
+    def combine(self, answer: Proof, samples: Sequence[_ProofSample]) -> Judgement:
         proofs = [sample.proof for sample in samples]
         right = sum(proofs) / len(proofs)
         honest = 1 - abs(answer.score - right)
@@ -382,7 +375,7 @@ class _ProofSpec(_JudgedSpec):
             **({"verifier_meta": checks[0].analysis} if checks else {}),
         }
         verdicts = [_Verdict(name, parts[name], text) for name, text in reasons.items()]
-        return Judged(value, parts, tuple(verdicts))
+        return Judgement(value, parts, tuple(verdicts))
 
 
 class _VerificationSpec(_JudgedSpec):
@@ -408,7 +401,7 @@ class _VerificationSpec(_JudgedSpec):
         problem = [{"role": "user", "content": self.problem}]
         return await ask(meta_question(problem, self.proof, answer.evaluation))
 
-    def combine(self, answer: Proof, samples: Sequence[MetaCheck]) -> Judged:
+    def combine(self, answer: Proof, samples: Sequence[MetaCheck]) -> Judgement:
         checks = [sample.score for sample in samples]
         near, meta = 1 - abs(answer.score - self.score), sum(checks) / len(checks)
         verdicts = (
@@ -417,7 +410,7 @@ class _VerificationSpec(_JudgedSpec):
         )
         values = (near, meta, 1.0, max(checks) - min(checks))
         parts: dict[str, float] = dict(zip(self.PARTS, values, strict=True))
-        return Judged(near * meta, parts, verdicts)
+        return Judgement(near * meta, parts, verdicts)
 
 
 # --- All kinds ---

@@ -170,7 +170,7 @@ def _one_line(text: str) -> str:
 
 Verifier = Callable[[str], float | Mapping[str, float]]
 """Returns a score from 0 to 1 for the final text of a completion, without thinking, or several
-components including `correct`.
+parts including `correct`.
 
 On hostile text it may raise, hang or crash, so `keel.rewards.pool` runs it in a separate
 process.
@@ -180,7 +180,7 @@ _MATCH_TIMEOUT_S = 0.5
 
 
 def verifier_for(spec: Mapping[str, Any], code: CodeConfig | None = None) -> Verifier:
-    """Build the verifier for a reward spec, or for a reward component that scores a whole
+    """Build the verifier for a reward spec, or for a reward part that scores a whole
     trajectory. Raises ValueError if the spec is malformed."""
     kind = spec.get("kind")
     if kind == "function":

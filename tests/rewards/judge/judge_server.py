@@ -14,7 +14,7 @@ import pytest
 
 from keel.configs.schema import JudgeConfig
 from keel.rewards.judge.service import JudgeService
-from keel.rewards.judge.specs import Failed, Judged
+from keel.rewards.judge.specs import JudgeError, Judgement
 from keel.rl.types import Prompt
 from tests.waiting import PATIENCE_S
 
@@ -231,22 +231,22 @@ def settings(url: str, **changes: Any) -> JudgeConfig:
 
 def judge(
     config: JudgeConfig, answers: Sequence[str], prompt: Prompt = PROMPT
-) -> list[Judged | Failed]:
+) -> list[Judgement | JudgeError]:
     with JudgeService(config) as service:
         futures = [service.submit(prompt, answer) for answer in answers]
         return [future.result(PATIENCE_S) for future in futures]
 
 
-def judged(service: JudgeService, answer: str, prompt: Prompt = PROMPT) -> Judged:
+def judged(service: JudgeService, answer: str, prompt: Prompt = PROMPT) -> Judgement:
     """Judge an answer, which must succeed."""
     result = service.submit(prompt, answer).result(PATIENCE_S)
-    assert isinstance(result, Judged), result
+    assert isinstance(result, Judgement), result
     return result
 
 
-def failed(service: JudgeService, answer: str) -> Failed:
+def failed(service: JudgeService, answer: str) -> JudgeError:
     result = service.submit(PROMPT, answer).result(PATIENCE_S)
-    assert isinstance(result, Failed), result
+    assert isinstance(result, JudgeError), result
     return result
 
 

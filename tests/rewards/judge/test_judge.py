@@ -20,7 +20,7 @@ from keel.data.conversations.load import read_conversations
 from keel.rewards.custom import RewardStopped
 from keel.rewards.judge import client
 from keel.rewards.judge.service import JudgeService
-from keel.rewards.judge.specs import Counts, Failed, Judged
+from keel.rewards.judge.specs import Counts, JudgeError, Judgement
 from keel.rewards.text import final_text, thinking_text
 from tests.rewards.judge.judge_server import (
     PROMPT,
@@ -47,8 +47,8 @@ def rubric(*criteria: dict[str, Any]) -> dict[str, Any]:
     return {"kind": "rubric", "criteria": list(criteria)}
 
 
-def values(results: list[Judged | Failed]) -> list[float]:
-    return [result.value for result in results if isinstance(result, Judged)]
+def values(results: list[Judgement | JudgeError]) -> list[float]:
+    return [result.value for result in results if isinstance(result, Judgement)]
 
 
 def test_weights_parts_and_reasons(server: Server) -> None:
@@ -118,7 +118,7 @@ def test_samples_are_averaged_and_rotate_criteria(server: Server) -> None:
     assert sorted(orders) == [("c1", "c2")] * 2 + [("c2", "c1")] * 2
 
 
-@pytest.mark.parametrize(("failures", "kind"), [(1, Judged), (2, Failed)])
+@pytest.mark.parametrize(("failures", "kind"), [(1, Judgement), (2, JudgeError)])
 def test_more_than_half_of_the_samples_must_succeed(
     server: Server, failures: int, kind: type
 ) -> None:
@@ -165,7 +165,7 @@ def test_key_comes_from_environment_and_stays_secret(
     for reply in replies:
         server.behave = scripted(reply)
         (result,) = judge(config, ["blue"])
-        assert isinstance(result, Failed)
+        assert isinstance(result, JudgeError)
         assert "sk-secret" not in result.reason and "***" in result.reason
     assert set(server.keys) == {"Bearer sk-secret"}
 
@@ -202,15 +202,15 @@ PROOF = "## Solution\nSee above.\n## Self Evaluation\nFine. \\boxed{1}"
 @pytest.mark.parametrize(
     ("reward", "answer", "thinking", "kind"),
     [
-        (PROMPT.reward, "<" * 9_990, 0, Judged),
-        (PROMPT.reward, "blue" * 2_000, 5, Judged),
-        (PROMPT.reward, "blue", 0, Failed),
-        (PROMPT.reward, "blue", 9_000, Failed),
-        ({"kind": "proof"}, PROOF, 9_000, Failed),
-        ({"kind": "refusal", "refuse": True}, "blue", 9_000, Failed),
-        (rubric(*BOTH), "blue", 9_000, Judged),
-        (rubric(THINKING), "blue", 5, Failed),
-        (rubric(THINKING), "blue", 9_000, Judged),
+        (PROMPT.reward, "<" * 9_990, 0, Judgement),
+        (PROMPT.reward, "blue" * 2_000, 5, Judgement),
+        (PROMPT.reward, "blue", 0, JudgeError),
+        (PROMPT.reward, "blue", 9_000, JudgeError),
+        ({"kind": "proof"}, PROOF, 9_000, JudgeError),
+        ({"kind": "refusal", "refuse": True}, "blue", 9_000, JudgeError),
+        (rubric(*BOTH), "blue", 9_000, Judgement),
+        (rubric(THINKING), "blue", 5, JudgeError),
+        (rubric(THINKING), "blue", 9_000, Judgement),
     ],
 )
 def test_long_completion_scores_zero_long_task_fails(
@@ -222,7 +222,7 @@ def test_long_completion_scores_zero_long_task_fails(
         thoughts = "perhaps " * (thinking // 8)
         result = service.submit(prompt, answer, thinking=thoughts).result(PATIENCE_S)
     assert isinstance(result, kind)
-    assert result.kind == "too_long" if isinstance(result, Failed) else result.value == 0.0
+    assert result.kind == "too_long" if isinstance(result, JudgeError) else result.value == 0.0
 
 
 def test_replies_are_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_replies_are_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) ->
     ):
         server.behave = lambda request, reply=reply: reply
         (result,) = judge(settings(server.url, retries=0), ["blue"])
-        assert isinstance(result, Failed) and message in result.reason
+        assert isinstance(result, JudgeError) and message in result.reason
 
 
 class Moving:
@@ -326,7 +326,7 @@ def test_each_server_has_its_own_limit(count: int) -> None:
         moving = [Moving(server.url) for server in servers]
         with JudgeService(config, servers=moving) as service:
             futures = [service.submit(PROMPT, f"blue {n}") for n in range(12 * count)]
-            assert all(isinstance(future.result(PATIENCE_S), Judged) for future in futures)
+            assert all(isinstance(future.result(PATIENCE_S), Judgement) for future in futures)
         assert {(server.most_busy, len(server.requests)) for server in servers} == {(3, 12)}
 
 
@@ -424,7 +424,7 @@ def test_retry_after_is_respected(server: Server) -> None:
         return good(request) if len(times) > 1 else busy
 
     server.behave = busy_once
-    assert isinstance(judge(settings(server.url), ["blue"])[0], Judged)
+    assert isinstance(judge(settings(server.url), ["blue"])[0], Judgement)
     assert times[1] - times[0] >= 0.1
 
 
@@ -432,14 +432,14 @@ def test_retry_after_is_respected(server: Server) -> None:
 def test_slow_replies_time_out(server: Server, reply: Reply) -> None:
     server.behave = lambda request: reply
     (result,) = judge(settings(server.url, timeout_s=0.05, retries=1), ["blue"])
-    assert isinstance(result, Failed) and result.kind == "timeout"
+    assert isinstance(result, JudgeError) and result.kind == "timeout"
 
 
 def test_an_absent_judge() -> None:
     with running(good) as gone:
         url = gone.url
     (result,) = judge(settings(url), ["blue"])
-    assert isinstance(result, Failed) and result.kind == "unreachable"
+    assert isinstance(result, JudgeError) and result.kind == "unreachable"
     with JudgeService(settings(url)) as service, pytest.raises(ValueError):
         service.check_reachable()
 

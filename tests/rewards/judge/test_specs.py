@@ -1,4 +1,4 @@
-"""Judged specs, settings and caches; proofs, their composed reward, and the calls behind it."""
+"""Judgement specs, settings and caches; proofs, their composed reward, and the calls behind it."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from keel.rewards.judge.client import _ReplyCache
 from keel.rewards.judge.prompts import MetaCheck, Verification
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import (
-    Failed,
+    JudgeError,
     Proof,
     Rubric,
     _ProofSample,
@@ -252,4 +252,4 @@ def test_malformed_verifications_fail(
         honest(request) if "evaluation" in material_of(request["messages"]) else says(reply)
     )
     result = service.submit(PROMPT, answer(f"{wrong}")).result(PATIENCE_S)
-    assert isinstance(result, Failed) and result.kind == "invalid"
+    assert isinstance(result, JudgeError) and result.kind == "invalid"
