@@ -136,7 +136,7 @@ class Conversation:
         self.thinking = thinking
         self.opening = tuple(messages)
         """The first messages, which every context contains."""
-        self.view: list[Message] = list(messages)
+        self.context: list[Message] = list(messages)
         self.transcript: list[Message] = list(messages)
         """All messages so far, including those removed from the context."""
         self._chat = chat
@@ -157,7 +157,7 @@ class Conversation:
     def request(self, *, max_tokens: int, seed: int, timeout_s: float = inf) -> TurnRequest:
         """Build the request for the next turn. Its seed depends on the number of turns so far, not
         on the number of calls."""
-        if self.view[-1]["role"] == "assistant":
+        if self.context[-1]["role"] == "assistant":
             raise ValueError(f"conversation {self.name}: the last message is the policy's own")
         record = self._records[-1]
         return TurnRequest(
@@ -189,9 +189,9 @@ class Conversation:
         segment starts if the chat format can't extend the ids of the turn."""
         record, extended = self._records[-1], None
         if record.turns:
-            turn = max(i for i, one in enumerate(self.view) if one["role"] == "assistant")
+            turn = max(i for i, one in enumerate(self.context) if one["role"] == "assistant")
             record.drop_extension()
-            new = [*self.view[turn + 1 :], *messages]
+            new = [*self.context[turn + 1 :], *messages]
             extended = self._chat.extend(record.ids, new, thinking=self.thinking)
         self.note_messages(messages)
         if extended is None:
@@ -202,22 +202,22 @@ class Conversation:
     def ask(self, question: str) -> None:
         """Ask the policy a question. After a tool result, the question is appended to that result,
         because a new user message would end the thinking."""
-        last = self.view[-1]
+        last = self.context[-1]
         if last["role"] != "tool":
             self.continue_with([{"role": "user", "content": question}])
             return
         result = {**last, "content": f"{last['content']}\n\n{question}"}
-        self.view[-1] = result
+        self.context[-1] = result
         self.transcript = [result if message is last else message for message in self.transcript]
         self.continue_with(())
 
     def note_messages(self, messages: Sequence[Message]) -> None:
-        self.view += messages
+        self.context += messages
         self.transcript += messages
 
     def rewrite(self, messages: Sequence[Message]) -> None:
         """Start a new segment with `messages` as its context. The transcript stays unchanged."""
-        self.view = list(messages)
+        self.context = list(messages)
         self._begin_segment()
 
     def segments(self) -> tuple[Segment, ...]:
@@ -227,5 +227,5 @@ class Conversation:
         self._in_thinking = False
         if self._records and not self._records[-1].turns:
             self._records.pop()
-        ids = self._chat.opening(self.view, self.tools, thinking=self.thinking)
+        ids = self._chat.opening(self.context, self.tools, thinking=self.thinking)
         self._records.append(SegmentRecord(self._prompt_id, ids))

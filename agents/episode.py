@@ -118,7 +118,7 @@ class Episode:
     sample: Callable[[TurnRequest], Awaitable[TurnResult]]
     """Samples a turn on an engine. It must not raise ValueError, which would drop the episode."""
     budget: Budget
-    context: ContextShortener
+    shortener: ContextShortener
     system_prompt: SystemPrompt | None = None
     name: str
     sibling: int
@@ -224,7 +224,7 @@ class Episode:
             return turn
         if turn.calls:
             messages, reason = await self._call_tools(turn.calls)
-        elif (reply := await self.environment.reply(conversation.view[-1])) is not None:
+        elif (reply := await self.environment.reply(conversation.context[-1])) is not None:
             reply = {**reply, "content": self.budget.truncate(reply["content"])}
             messages, reason = [reply], None
         else:
@@ -246,7 +246,7 @@ class Episode:
         if room < 1:
             return nearest
         request = conversation.request(
-            max_tokens=min(room, self.context.summary_tokens) if is_summary else room,
+            max_tokens=min(room, self.shortener.summary_tokens) if is_summary else room,
             seed=self.seed,
             timeout_s=self.budget.remaining_s(self.usage),
         )
@@ -296,14 +296,14 @@ class Episode:
         """Shorten the context if it is nearly full. Returns why the episode ended, or None if it
         continues."""
         tokens = len(conversation.ids)
-        messages = self.context.shorten(
-            conversation.opening, conversation.view, tokens=tokens, rewrites=self.usage.rewrites
+        messages = self.shortener.shorten(
+            conversation.opening, conversation.context, tokens=tokens, rewrites=self.usage.rewrites
         )
         if messages is None:
             return None
         self.usage = self.usage.plus(rewrites=1)
-        if self.context.method == "summary":
-            if not self.context.fits_summary(tokens):
+        if self.shortener.method == "summary":
+            if not self.shortener.fits_summary(tokens):
                 conversation.rewrite(messages)
             conversation.ask(ASK_FOR_SUMMARY)
             turn = await self._sample_turn(conversation, is_summary=True)
@@ -346,16 +346,16 @@ class ContextShortener:
         return tokens + self.summary_tokens <= self.window
 
     def shorten(
-        self, opening: Sequence[Message], view: Sequence[Message], *, tokens: int, rewrites: int
+        self, opening: Sequence[Message], context: Sequence[Message], *, tokens: int, rewrites: int
     ) -> tuple[Message, ...] | None:
-        """Shorten the context `view`, which is `tokens` tokens long, before the next turn. Returns
+        """Shorten the `context`, which is `tokens` tokens long, before the next turn. Returns
         None if it still fits or nothing can be removed. With the method `summary`, the result is
         used only if the policy's summary is empty or the context has no room for one."""
         spent = 0 < self.most <= rewrites
         if self.method == "none" or spent or tokens < _FULL * self.window:
             return None
         steps: list[list[Message]] = []  # an assistant message with its results, or another message
-        for message in view[len(opening) :]:
+        for message in context[len(opening) :]:
             if message["role"] == "tool" and steps and steps[-1][0]["role"] == "assistant":
                 steps[-1].append(message)
             else:
@@ -366,5 +366,5 @@ class ContextShortener:
             rest = (m for i, step in enumerate(steps) if i not in removed for m in step)
             return (*opening, *rest)
         if self.method == "summary" and steps and self.fits_summary(tokens):
-            return tuple(view)
+            return tuple(context)
         return None

@@ -169,7 +169,7 @@ async def try_program(
             chat=chat,
             sample=sample,
             budget=replace(budget, turns=turns, timeout_s=timeout_s),
-            context=ContextShortener(method="none", window=budget.window, most=0),
+            shortener=ContextShortener(method="none", window=budget.window, most=0),
             system_prompt=prompt,
             name="keel check",
             sibling=0,

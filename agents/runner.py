@@ -44,7 +44,7 @@ class EpisodeKind:
     environment: Callable[[], Environment]
     chat: Chat
     budget: Budget
-    context: ContextShortener
+    shortener: ContextShortener
     system_prompt: SystemPrompt | None = None
     program: AgentProgram | None = None
     crash_is_failure: Collection[str] = ()
@@ -214,7 +214,7 @@ class EpisodeRunner:
                     chat=kind.chat,
                     sample=sample,
                     budget=kind.budget,
-                    context=kind.context,
+                    shortener=kind.shortener,
                     system_prompt=kind.system_prompt,
                     name=conversation_of(prompt.prompt_id, purpose, version, draw, sibling),
                     sibling=sibling,

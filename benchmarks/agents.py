@@ -249,7 +249,7 @@ def main() -> None:
                 tokens=TURNS * TURN_TOKENS,
                 window=CONTEXT,
             ),
-            context=ContextShortener(method="none", window=CONTEXT, most=0),
+            shortener=ContextShortener(method="none", window=CONTEXT, most=0),
         )
         runner = EpisodeRunner(
             {"look": kind},

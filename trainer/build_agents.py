@@ -226,7 +226,7 @@ def episode_runner(
             chat=own_chat,
             environment=factory,
             budget=budget(config, source),
-            context=ContextShortener(
+            shortener=ContextShortener(
                 method=agents.context,
                 window=config.budget(source.domain_name).window,
                 most=agents.max_rewrites,

@@ -13,8 +13,8 @@ Standard input is a socket (SOCK_SEQPACKET) that carries JSON messages, one at a
     ← {"is": {"status": 0}}                 once it has ended; negative: the signal that ended it
 
 Instead of "is", a reply may have "cannot" (the reason why forking is unsafe or failed) or one of
-the errors in start.py. A forked process then uses the protocol of start.py, or executes the code in
-`run` if there is any.
+the errors in server.py. A forked process then uses the protocol of server.py, or executes the code
+in `run` if there is any.
 
 `isolation` has the settings of the sandbox: own_network, files_mib (the size of /tmp and of
 /dev/shm), processes and filter (base64). If it is set, the reported process is the first one in a

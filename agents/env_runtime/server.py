@@ -1,5 +1,23 @@
-"""Loads an environment and handles the requests of one episode, in the protocol described in
-start.py."""
+"""Loads an environment and handles the requests of one episode.
+
+Messages are JSON lines on the original standard input and output. The environment's prints go to
+standard error.
+
+    → {"id": 1, "do": "open", "target": "my_env:Shop", "kind": "auto", "arguments": {…},
+       "paths": […], "seed": 3, "memory_mib": 2048, "task": {…}}
+    ← {"id": 1, "is": {"messages": […] or null, "tools": […], "grades": false without a verdict}}
+    → {"id": 2, "do": "call", "name": "buy", "arguments": {…}, "call_s": its deadline}
+    ← {"id": 2, "is": {"text": "…", "failed": false, "done": false}}
+    → {"id": 3, "do": "reply", "turn": {…}}
+    ← {"id": 3, "is": {"message": {…} or null}}
+    → {"id": 4, "do": "verdict", "messages": […], "finish_reason": "stop"}
+    ← {"id": 4, "is": {"parts": {…}, "facts": {…}}}
+    → {"id": 5, "do": "close"}
+    ← {"id": 5, "is": {}}
+
+Instead of "is", a reply may have "fault" and "why". A fault is "start" (the target is not an
+environment), "raised" (an exception in the environment's own code) or "memory".
+"""
 
 from __future__ import annotations
 
@@ -27,7 +45,7 @@ from keel.agents.env_runtime.processes import limit_memory, protect_process
 from keel.agents.env_runtime.tool_objects import (
     EnvironmentGone,
     InvalidEnvironment,
-    Object,
+    ObjectEnvironment,
     await_result,
     bind_arguments,
     error_location,
@@ -100,7 +118,7 @@ class _Server:
         return {**opening, "grades": self._environment.grades}
 
     def _call(self, request: _Request) -> _Request:
-        if isinstance(self._environment, Object):
+        if isinstance(self._environment, ObjectEnvironment):
             self._environment.set_call_time(request["call_s"])
         try:
             return self._environment.call(request["name"], request["arguments"])
@@ -252,9 +270,9 @@ def _make(request: dict[str, Any]) -> Any:
         functions = public_functions(value)
         if not functions:
             raise InvalidEnvironment(f"{target} has no public function to be a tool")
-        return Object(None, functions)
+        return ObjectEnvironment(None, functions)
     if kind == "class":
-        return Object(value(**arguments) if callable(value) else value)
+        return ObjectEnvironment(value(**arguments) if callable(value) else value)
     if "score" in rest:
         options["score"] = rest.pop("score")
     environment = value(**rest) if callable(value) else value

@@ -1,26 +1,8 @@
-"""Entry point of all processes, `python start.py server:serve_channel`. It supports Python 3.9 or
-later.
+"""Starts all processes of episodes, as `python start.py MODULE:FUNCTION`. It supports Python 3.9 or
+later, without Keel or any other package installed.
 
-Messages are JSON lines on the original standard input and output. The environment's prints go to
-standard error.
-
-    → {"id": 1, "do": "open", "target": "my_env:Shop", "kind": "auto", "arguments": {…},
-       "paths": […], "seed": 3, "memory_mib": 2048, "task": {…}}
-    ← {"id": 1, "is": {"messages": […] or null, "tools": […], "grades": false without a verdict}}
-    → {"id": 2, "do": "call", "name": "buy", "arguments": {…}, "call_s": its deadline}
-    ← {"id": 2, "is": {"text": "…", "failed": false, "done": false}}
-    → {"id": 3, "do": "reply", "turn": {…}}
-    ← {"id": 3, "is": {"message": {…} or null}}
-    → {"id": 4, "do": "verdict", "messages": […], "finish_reason": "stop"}
-    ← {"id": 4, "is": {"parts": {…}, "facts": {…}}}
-    → {"id": 5, "do": "close"}
-    ← {"id": 5, "is": {}}
-
-Instead of "is", a reply may have "fault" and "why". A fault is "start" (the target is not an
-environment), "raised" (an exception in the environment's own code) or "memory".
-
-The argument names the function to run: `server:serve_channel`, `server:call_function` (an agent
-program that is a function), `fork_server:main` or `drive:main`.
+MODULE:FUNCTION is `server:serve_channel` (an environment), `fork_server:main` (forks environments),
+`drive:main` (an agent program) or `server:call_function` (an agent program that is a function).
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def await_result(value: Any) -> Any:
     return _loop.run_until_complete(outcome())
 
 
-class Object:
+class ObjectEnvironment:
     """An environment whose tools are the public methods of `target`, or the given functions."""
 
     def __init__(self, target: Any, functions: Any = None) -> None:

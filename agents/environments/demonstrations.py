@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.agents.env_runtime.games import TextGame
-from keel.agents.env_runtime.tool_objects import Object
+from keel.agents.env_runtime.tool_objects import ObjectEnvironment
 from keel.agents.environments.textarena_game import Game
 from keel.agents.environments.trip.environment import Calls, Trip, make_task, solve
 from keel.agents.environments.trip.tasks import LEVELS, TripTask, World, check_plan
@@ -41,7 +41,7 @@ def trip_demonstrations(
         wrong = _wrong_plan(world, task, random.Random(f"hasty {number}"))
         prompt_task = {"reward": {"trip": {"level": level, "seed": number}}}
         worked, hasty = solve(task), _submit(wrong)
-        made.append(_demonstrate(lambda: Object(Trip()), prompt_task, 0, worked, hasty))
+        made.append(_demonstrate(lambda: ObjectEnvironment(Trip()), prompt_task, 0, worked, hasty))
     return made
 
 

@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keel.agents.env_runtime.tool_objects import Object
+from keel.agents.env_runtime.tool_objects import ObjectEnvironment
 from keel.agents.environments.boxes import Boxes
 from keel.agents.environments.demonstrations import Demonstration, play
 from keel.agents.environments.trip.environment import Calls
@@ -20,7 +20,7 @@ def demonstrations(count: int, *, seed: int, arguments: Mapping[str, Any]) -> li
     made: list[Demonstration] = []
     for number in range(count):
         draw = random.Random(f"boxes shown {seed} {number}")
-        environment = Object(Boxes(**arguments))
+        environment = ObjectEnvironment(Boxes(**arguments))
         last = int(arguments.get("boxes", 12))
         order = draw.sample(range(1, last + 1), last)
         tools, worked = play(environment, {}, number, _look(order))

@@ -198,7 +198,7 @@ def play(
         chat=form or CHAT,
         sample=policy.sample,
         budget=budget,
-        context=context,
+        shortener=context,
         name="c",
         sibling=0,
         seed=5,

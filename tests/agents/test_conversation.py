@@ -94,11 +94,11 @@ def test_question_after_a_result_is_rendered_with_it(restarted: bool) -> None:
     take_turn(conversation, policy)
     conversation.continue_with([result])
     if restarted:
-        conversation.rewrite(conversation.view)
+        conversation.rewrite(conversation.context)
     conversation.continue_with([question])
-    expected = CHAT.opening(conversation.view, (ADD,), thinking=False)
+    expected = CHAT.opening(conversation.context, (ADD,), thinking=False)
     assert list(conversation.ids) == expected, CHAT.decode(conversation.ids)
-    assert conversation.view[-2:] == conversation.transcript[-2:] == [result, question]
+    assert conversation.context[-2:] == conversation.transcript[-2:] == [result, question]
     assert len(conversation._records) == 1 + restarted
 
 
@@ -112,4 +112,4 @@ def test_asking_keeps_the_thoughts_in_the_context() -> None:
     assert list(conversation.ids[: len(before)]) == before
     assert "Let me add." in (text := CHAT.decode(conversation.ids))
     assert text.count("3\n\nSo far?") == 1 and text.count("So far?") == 1
-    assert conversation.transcript == conversation.view
+    assert conversation.transcript == conversation.context

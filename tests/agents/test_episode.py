@@ -205,7 +205,7 @@ def running(
     with EpisodeRunner(
         {
             "sums": EpisodeKind(
-                environment=factory or Factory(), chat=CHAT, budget=BUDGET, context=NO_CONTEXT
+                environment=factory or Factory(), chat=CHAT, budget=BUDGET, shortener=NO_CONTEXT
             )
         },
         submit_turn=turns.submit if isinstance(turns, Policy) else turns,

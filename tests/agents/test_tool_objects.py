@@ -16,7 +16,7 @@ import pytest
 from keel.agents.env_process.client import ProcessEnvironment
 from keel.agents.env_runtime.tool_objects import (
     InvalidEnvironment,
-    Object,
+    ObjectEnvironment,
     Tool,
     _docstring_parts,
     _schema_of,
@@ -103,9 +103,9 @@ def test_valid_arguments_arrive_as_hinted(hint: Any, value: Any, converted: Any)
 
 
 def test_done_is_no_text() -> None:
-    assert Object(SimpleNamespace(done=1), {}).done
+    assert ObjectEnvironment(SimpleNamespace(done=1), {}).done
     with pytest.raises(InvalidEnvironment, match=r"self\.done = True"):
-        _ = Object(SimpleNamespace(done="False"), {}).done
+        _ = ObjectEnvironment(SimpleNamespace(done="False"), {}).done
 
 
 def test_functions_get_the_parameters_they_declare() -> None:

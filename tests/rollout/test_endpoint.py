@@ -193,7 +193,7 @@ def test_thinking_is_returned_until_a_user_message() -> None:
 
         speak()
         speak()
-        talk.rewrite(talk.view)
+        talk.rewrite(talk.context)
         speak()
         talk.continue_with([QUESTION])
         speak()

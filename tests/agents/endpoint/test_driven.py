@@ -124,7 +124,7 @@ def running(
                     environment=environment,
                     chat=CHAT,
                     budget=replace(BUDGET, turns=4, timeout_s=seconds),
-                    context=NO_CONTEXT,
+                    shortener=NO_CONTEXT,
                     program=AgentProgram(
                         command=[sys.executable, "-S", "-c", ASK + code] if code else ["no-agent"],
                         **{"open_s": PATIENCE_S, **settings},
