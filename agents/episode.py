@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from typing import Any, Literal
@@ -198,22 +198,26 @@ class Episode:
         }
 
     async def _graded(self, reason: FinishReason) -> Trajectory | str:
-        verdict = await self.environment.verdict(self._recorded()["messages"], reason)
+        recorded = self._recorded()
+        verdict = await self.environment.verdict(recorded["messages"], reason)
         if isinstance(verdict, str):
             return f"the environment has no verdict: {verdict}"
-        return self._trajectory(reason, verdict)
+        return self._trajectory(reason, verdict, recorded)
 
     def _crashed(self, reason: str) -> Trajectory:
-        return self._trajectory("crash", Verdict(parts={"correct": 0.0}, facts={"crash": reason}))
+        verdict = Verdict(parts={"correct": 0.0}, facts={"crash": reason})
+        return self._trajectory("crash", verdict, self._recorded())
 
-    def _trajectory(self, reason: FinishReason, verdict: Verdict) -> Trajectory:
+    def _trajectory(
+        self, reason: FinishReason, verdict: Verdict, recorded: Mapping[str, Any]
+    ) -> Trajectory:
         return Trajectory(
             prompt_id=self.task.prompt_id,
             sibling=self.sibling,
             finish_reason=reason,
             verdict=verdict,
             usage=self.usage,
-            **self._recorded(),
+            **recorded,
         )
 
     async def _turn(self, conversation: Conversation) -> FinishReason | None:

@@ -19,7 +19,7 @@ import psutil
 
 import keel
 from keel.configs.sections.rewards import CodeConfig
-from keel.rewards.custom import dump_location
+from keel.rewards.failures import dump_location
 from keel.rewards.rules.verifiers import verifier_for
 from keel.rewards.sandbox.processes import kill_descendants
 from keel.rewards.worker import PREEMPTION, reply_to

@@ -15,13 +15,8 @@ import torch
 from keel.configs.sections.rewards import CodeConfig
 from keel.rewards import compose
 from keel.rewards.compose import LANGUAGE_PARTS, REFUSAL, Score
-from keel.rewards.custom import (
-    FailureBudget,
-    TextTrajectory,
-    is_function,
-    prompt_fields,
-    scores_group,
-)
+from keel.rewards.custom import TextTrajectory, is_function, prompt_fields, scores_group
+from keel.rewards.failures import FailureBudget
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import (
     JUDGED_KINDS,
@@ -32,8 +27,7 @@ from keel.rewards.judge.specs import (
 )
 from keel.rewards.length import LengthRule, apply_length_rule
 from keel.rewards.pool import VerifierScore, WorkerPool
-from keel.rewards.rules.verifiers import keeps_format
-from keel.rewards.text import final_text, raw_text, thinking_text
+from keel.rewards.text import final_text, keeps_format, raw_text, thinking_text
 from keel.rl.advantages import group_advantages
 from keel.rl.futures import failed, when_all
 from keel.rl.metrics import Metric

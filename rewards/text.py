@@ -76,6 +76,24 @@ def every_turn(
     return "\n\n".join(filter(None, (of([message]) for message in turns)))
 
 
+def keeps_format(raw: str, *, thinking: bool, finished: bool) -> bool:
+    """Return whether a completion is well-formed: finished, not blank, and with at most one marked
+    answer.
+
+    With thinking, there must be exactly one closed think block before the answer. Without thinking,
+    there must be none. `raw` is the sampled text, which may lack the opening `<think>` because many
+    chat templates already put it at the end of the prompt.
+    """
+    final = outside_think(raw)
+    if not finished or is_blank(final) or max(final.count(BOXED), final.count("</answer>")) > 1:
+        return False
+    opened, closed = raw.count(THINK.open), raw.count(THINK.close)
+    if not thinking:
+        return opened == closed == 0
+    starts = raw.lstrip().startswith(THINK.open)
+    return closed == 1 and (opened == 0 or (opened == 1 and starts))
+
+
 def marked_answer(text: str) -> str | None:
     r"""Return the content of the last `\boxed{…}`, or of the last `<answer>` if there are no boxes.
     Returns None if nothing is marked or the last box is not closed."""
@@ -137,24 +155,3 @@ def rewrite_raised_digits(text: str) -> str:
         return f"{sign}{digits}" if len(digits) == 1 else f"{sign}{{{digits}}}"
 
     return _RAISED.sub(replacement, text)
-
-
-_NOT_UNITS = """
-about all also am an and another are as at be because been between break but by can case char const
-continue could def default define distinct do does done drop echo elif else end enum except exists
-false final finally for from get had has have he her his how i if import is it its join key let
-let's like limit match max min more most must my new nil no none nor not now null object on one or
-order other our out outer over pass print range return right select self set she should so some
-static than that the their them then there these they this throw to true try type under union unless
-until update use using value values var was we were what when where whereas which while who will
-with without would xor yet yield you your
-aber als auch auf aus bei bis das dass dem den der des die ein eine einen er es für hat ich ihr ist
-kann kein man mit nach nicht noch nur oder ohne sich sie sind um und uns von war was wenn wie wir zu
-al au aux avec ce como con dans del des donc du el ella elle en es est está et il je la le les mais
-ne ni non nos nous o ou où para par pas pero pour por puis que qui sans se si sin son sont su sur un
-una une y ya da das dos ele ela mas não na no nem sem são ao che di ma sono è
-albo czy jest lub nie się und aan dat een en geen het maar niet van voor att eller inte och är bir
-değil ve veya atau bukan dan tidak yang
-"""
-NOT_UNITS = frozenset(_NOT_UNITS.split())
-"""Words after a number that can't be its unit: function words and keywords."""

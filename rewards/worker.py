@@ -33,7 +33,8 @@ from io import TextIOWrapper
 from typing import Any, cast
 
 from keel.configs.sections.rewards import CodeConfig
-from keel.rewards.custom import BadReward, error_location
+from keel.rewards.custom import BadReward
+from keel.rewards.failures import error_location
 from keel.rewards.rules.verifiers import Verifier, verifier_for
 from keel.rl.strict_json import allow_long_integers
 

@@ -311,13 +311,3 @@ async def gather_or_cancel(*work: Coroutine[Any, Any, _T]) -> list[_T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-
-
-def object_schema(**properties: Any) -> dict[str, Any]:
-    """Return the JSON schema for an object with exactly these properties."""
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }

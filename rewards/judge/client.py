@@ -20,7 +20,7 @@ import openai
 from openai import APIConnectionError, AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
 from keel.configs.sections.rewards import JudgeConfig
-from keel.rewards.custom import RewardStopped
+from keel.rewards.failures import RewardStopped
 from keel.rewards.judge.prompts import BadReply, Question, new_fence
 from keel.rewards.judge.specs import Counts, FailureKind, JudgeError, ServedJudge
 from keel.rl.metrics import Mean

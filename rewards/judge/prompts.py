@@ -30,8 +30,9 @@ class BadReply(ValueError):
 _TEXT: dict[str, Any] = {"type": "string"}
 
 
-def _object_schema(properties: Mapping[str, Any]) -> dict[str, Any]:
-    kind = {"type": "object", "properties": dict(properties)}
+def object_schema(**properties: Any) -> dict[str, Any]:
+    """Return the JSON schema of an object with exactly these properties."""
+    kind = {"type": "object", "properties": properties}
     return {**kind, "required": list(properties), "additionalProperties": False}
 
 
@@ -190,8 +191,8 @@ def rubric_question(
         reference=_format_reference(reference),
         criteria="\n".join(as_json({"id": key, "text": text}) for key, text in criteria.items()),
     )
-    verdict = _object_schema({"reason": _TEXT, "verdict": _choice_schema(VERDICTS)})
-    schema = _object_schema(dict.fromkeys(criteria, verdict))
+    verdict = object_schema(reason=_TEXT, verdict=_choice_schema(VERDICTS))
+    schema = object_schema(**dict.fromkeys(criteria, verdict))
 
     def read(content: str) -> Mapping[str, tuple[float, str]]:
         reply = _parse_reply(schema, content)
@@ -207,7 +208,7 @@ def verify_question(
     """Build a question that asks for the flaws and the score of a proof (DeepSeekMath-V2, section
     2.1)."""
     flaws = {"type": "array", "items": _TEXT}
-    schema = _object_schema({"evaluation": _TEXT, "flaws": flaws, "score": _choice_schema(SCORES)})
+    schema = object_schema(evaluation=_TEXT, flaws=flaws, score=_choice_schema(SCORES))
 
     def read(content: str) -> Verification:
         reply = _parse_reply(schema, content)
@@ -227,7 +228,7 @@ def meta_question(
 ) -> Question[MetaCheck]:
     """Build a question that asks whether the flaws claimed in an evaluation are real
     (DeepSeekMath-V2, section 2.1)."""
-    schema = _object_schema({"analysis": _TEXT, "score": _choice_schema(SCORES)})
+    schema = object_schema(analysis=_TEXT, score=_choice_schema(SCORES))
 
     def read(content: str) -> MetaCheck:
         reply = _parse_reply(schema, content)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, cast
 
 from keel.configs.sections.rewards import JudgeConfig
-from keel.rewards.custom import FailureRate
+from keel.rewards.failures import FailureRate
 from keel.rewards.judge.prompts import json_length, rubric_question
 from keel.rewards.judge.specs import Counts, JudgeError, Judgement, ServedJudge, judged_spec
 from keel.rewards.text import is_blank, outside_think

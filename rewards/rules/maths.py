@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeGuard
 from keel.rewards.rules import formula, statements
 from keel.rewards.rules.formula import INFINITE, MINUS_INFINITE, Formula, LostTerm, Unreadable
 from keel.rewards.rules.statements import normalize_notation, remove_spaces
-from keel.rewards.text import BOXED, NOT_UNITS, marked_answer
+from keel.rewards.text import BOXED, marked_answer
 
 _MAX_CHARACTERS = 2_048
 _MOST_ITEMS = 64
@@ -449,7 +449,7 @@ _SHORT_UNITS = """
 m s g h l j n w v k c f cm mm km kg mg ml ft in yd mi lb oz hr min sec mph rpm kmh rad deg am pm hz
 pa kpa nm
 """
-_NOT_UNITS = NOT_UNITS | {*statements.MEANINGS.split()}
+_NOT_UNITS = statements.NOT_UNITS | {*statements.MEANINGS.split()}
 _UNIT_NAMES = """
 mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre;
 in inch inche; ft foot feet; yd yard; mi mile; g gram; kg kilogram; s sec second; min minute;

@@ -19,8 +19,8 @@ from functools import lru_cache
 from typing import Any, cast
 
 from keel.rewards.code.call_driver import from_jsonable
-from keel.rewards.rules.statements import strip_formatting
-from keel.rewards.text import NOT_UNITS, WRAPPED, answer_in, normalise
+from keel.rewards.rules.statements import NOT_UNITS, strip_formatting
+from keel.rewards.text import WRAPPED, answer_in, normalise
 
 _MAX_CHARACTERS = 32_768
 _MOST_PARTIAL = 0.9

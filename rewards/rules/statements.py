@@ -170,6 +170,26 @@ maybe perhaps probably approximately about nearly almost
 """
 # Words after a number that change its value, or deny it.
 
+_NOT_UNITS = """
+about all also am an and another are as at be because been between break but by can case char const
+continue could def default define distinct do does done drop echo elif else end enum except exists
+false final finally for from get had has have he her his how i if import is it its join key let
+let's like limit match max min more most must my new nil no none nor not now null object on one or
+order other our out outer over pass print range return right select self set she should so some
+static than that the their them then there these they this throw to true try type under union unless
+until update use using value values var was we were what when where whereas which while who will
+with without would xor yet yield you your
+aber als auch auf aus bei bis das dass dem den der des die ein eine einen er es für hat ich ihr ist
+kann kein man mit nach nicht noch nur oder ohne sich sie sind um und uns von war was wenn wie wir zu
+al au aux avec ce como con dans del des donc du el ella elle en es est está et il je la le les mais
+ne ni non nos nous o ou où para par pas pero pour por puis que qui sans se si sin son sont su sur un
+una une y ya da das dos ele ela mas não na no nem sem são ao che di ma sono è
+albo czy jest lub nie się und aan dat een en geen het maar niet van voor att eller inte och är bir
+değil ve veya atau bukan dan tidak yang
+"""
+NOT_UNITS = frozenset(_NOT_UNITS.split())
+"""Words after a number that can't be its unit: function words and keywords."""
+
 _BOLD = re.compile(r"(?<![\w)}\]*])(\*{1,3})(?![\s*])([^*\n]+?)(?<!\s)\1(?![\w({\[*])|`+")
 _LEAD = re.compile(
     r"(?i)\s*(?:\\text\w*\s*\{\s*)?(?:(?:so|thus|hence|therefore|then),?\s+)?(?:the\s+|my\s+)?"

@@ -14,17 +14,14 @@ from keel.rewards.rules.reasoning_gym import reasoning_gym
 from keel.rewards.rules.statements import normalize_notation, remove_spaces
 from keel.rewards.sandbox.sandbox import open_sandbox
 from keel.rewards.text import (
-    BOXED,
     WRAPPED,
     answer_in,
-    is_blank,
     marked_answer,
     marked_answers,
     normalise,
     outside_think,
 )
 from keel.rl.strict_json import compile_schema
-from keel.rl.turns import THINK
 
 _MAX_CHARACTERS = 32_768
 
@@ -328,21 +325,3 @@ _MATCHES: dict[str, Callable[[Mapping[str, Any]], Callable[[str], bool]]] = {
     "schema": _schema_verifier,
     "regex": _regex_verifier,
 }
-
-
-def keeps_format(raw: str, *, thinking: bool, finished: bool) -> bool:
-    """Return whether a completion is well-formed: finished, not blank, and with at most one marked
-    answer.
-
-    With thinking, there must be exactly one closed think block before the answer. Without thinking,
-    there must be none. `raw` is the sampled text, which may lack the opening `<think>` because many
-    chat templates already put it at the end of the prompt.
-    """
-    final = outside_think(raw)
-    if not finished or is_blank(final) or max(final.count(BOXED), final.count("</answer>")) > 1:
-        return False
-    opened, closed = raw.count(THINK.open), raw.count(THINK.close)
-    if not thinking:
-        return opened == closed == 0
-    starts = raw.lstrip().startswith(THINK.open)
-    return closed == 1 and (opened == 0 or (opened == 1 and starts))

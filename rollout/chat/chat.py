@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 
 from keel.model.hub import written_by_code
 from keel.rl.turns import THINK, USER_ROLES, Malformed, Message, Parsed, ToolCall, ToolSpec
-from keel.rollout.chat.parsing import ParsedTurn, Written, detect_format, find_thinking_marks
+from keel.rollout.chat.parsing import ParsedCall, ParsedTurn, detect_format, find_thinking_marks
 from keel.rollout.chat.render import (
     Encoder,
     call_message,
@@ -166,9 +166,9 @@ class TemplateChat:
         opened = in_thinking or self.prompt_opens_thinking(thinking=thinking)
         parsed = self._parse(text, tools, opened=opened, tools_in_thinking=self.tools_in_thinking)
         calls: list[ToolCall | Malformed] = []
-        for item in parsed.items:
+        for item in parsed.calls:
             call_id = f"call_{turn}_{len(calls)}"
-            if isinstance(item, Written):
+            if isinstance(item, ParsedCall):
                 arguments = map_strings(item.arguments, unmark)
                 name = unmark(item.name)
                 calls.append(ToolCall(call_id=call_id, name=name, arguments=arguments))

@@ -2,7 +2,7 @@
 
 The text comes from `Encoder.decode`, so it contains the text of a control token only where the
 policy sampled that token. Parsing never raises an error, whatever the policy writes. A malformed
-call becomes `Broken`.
+call becomes `BadCall`.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ _KINDS: dict[type, set[str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ParsedCall:
     name: str
     arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class BadCall:
     """A malformed tool call, with an explanation of the error."""
 
     text: str
     why: str
 
 
-_Item = Written | Broken
-_Calls = tuple[str, Sequence[_Item]]
+_Call = ParsedCall | BadCall
+_Calls = tuple[str, Sequence[_Call]]
 _FindCalls = Callable[[str, Sequence[ToolSpec]], _Calls]
 
 
@@ -79,7 +79,7 @@ _FindCalls = Callable[[str, Sequence[ToolSpec]], _Calls]
 class ParsedTurn:
     content: str
     reasoning: str
-    items: Sequence[_Item] = ()
+    calls: Sequence[_Call] = ()
     in_thinking: bool = False  # True if the turn ends before its thinking is closed
 
 
@@ -113,16 +113,16 @@ class _Format:
         reasoning, content, in_thinking = _split_thinking(
             text, opened=opened, tools_in_thinking=tools_in_thinking, marks=marks, form=self
         )
-        items: list[_Item] = []
+        items: list[_Call] = []
         if tools_in_thinking:
             reasoning, calls = self.find_calls(reasoning, tools)
             items += calls
         content, calls = self.find_calls(content, tools)
         for call in calls:
-            if tools_in_thinking and isinstance(call, Written):
+            if tools_in_thinking and isinstance(call, ParsedCall):
                 text = f"{call.name} {json.dumps(dict(call.arguments), ensure_ascii=False)}"
                 between = f"between {marks.open} and {marks.close}"
-                call = Broken(text, f"tools are called while thinking, {between}, not outside")
+                call = BadCall(text, f"tools are called while thinking, {between}, not outside")
             items.append(call)
         return ParsedTurn(content.strip(), reasoning.strip(), items, in_thinking)
 
@@ -196,11 +196,11 @@ def detect_format(tokenizer: Any, encoder: Encoder) -> _Format:
 
 
 def _json_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    def read(body: str) -> _Item:
+    def read(body: str) -> _Call:
         try:
             return _parse_call_object(strict_json.load(body), "arguments", body)
         except ValueError as error:
-            return Broken(body, f"it is not JSON: {error}")
+            return BadCall(body, f"it is not JSON: {error}")
 
     return _parse_blocks(text, "<tool_call>", "</tool_call>", read)
 
@@ -212,36 +212,36 @@ def _deepseek_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
         re.DOTALL,
     )
 
-    def read(body: str) -> _Item:
+    def read(body: str) -> _Call:
         head, _, rest = body.partition(">")
         name = re.fullmatch(r'\s*name="([^"]*)"\s*', head)
         if not name:
-            return Broken(body, 'an invocation begins with name="…">')
+            return BadCall(body, 'an invocation begins with name="…">')
         arguments: dict[str, Any] = {}
         position = 0
         while rest[position:].strip():
             match = parameter.match(rest, position)
             if not match:
-                return Broken(body, 'a parameter is not of the form name="…" string="true|false"')
+                return BadCall(body, 'a parameter is not of the form name="…" string="true|false"')
             key, is_text, value = match.groups()
             try:
                 arguments[key] = value if is_text == "true" else strict_json.load(value)
             except ValueError as error:
-                return Broken(body, f"the parameter {key} is not JSON: {error}")
+                return BadCall(body, f"the parameter {key} is not JSON: {error}")
             position = match.end()
         return _make_call(name[1], arguments, body)
 
     content, found = _parse_blocks(text, f"<{mark}invoke", f"</{mark}invoke>", read)
     begin, end = f"<{mark}function_calls>", f"</{mark}function_calls>"
     if not found and begin in content:
-        found = [Broken(content[content.index(begin) :], "it holds no call")]
+        found = [BadCall(content[content.index(begin) :], "it holds no call")]
     before, *blocks = content.split(begin)
     around = before + "".join(block.partition(end)[2] for block in blocks)
     return around.replace(end, ""), found
 
 
 def _glm_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    def read(body: str) -> _Item:
+    def read(body: str) -> _Call:
         name, mark, _ = body.partition("<arg_key>")
         arguments: dict[str, Any] = {}
         position = len(name) if mark else len(body)
@@ -260,7 +260,7 @@ def _glm_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
             key = next_tag("arg_key")
             value = next_tag("arg_value") if key is not None else None
             if key is None or value is None:
-                return Broken(body, "its <arg_key> and <arg_value> do not come in closed pairs")
+                return BadCall(body, "its <arg_key> and <arg_value> do not come in closed pairs")
             schemas = [t.parameters.get("properties", {}) for t in tools if t.name == name.strip()]
             schema = schemas[0].get(key.strip()) if schemas else None
             arguments[key.strip()] = _parse_argument(value, schema)
@@ -283,16 +283,16 @@ def _llama3_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
     if not is_json:
         code_tools = [t.name for t in tools if "code" in t.parameters.get("properties", {})]
         if len(code_tools) == 1 and body:
-            return content, [Written(code_tools[0], {"code": body})]
-        return content, [Broken(body, "it is code, and not exactly one tool takes `code`")]
-    items: list[_Item] = []
+            return content, [ParsedCall(code_tools[0], {"code": body})]
+        return content, [BadCall(body, "it is code, and not exactly one tool takes `code`")]
+    items: list[_Call] = []
     decoder = json.JSONDecoder()
     while body:
         try:
             _, end = decoder.raw_decode(body)
             value = strict_json.load(body[:end])
         except (ValueError, RecursionError) as error:
-            items.append(Broken(body, f"it is not JSON: {error}"))
+            items.append(BadCall(body, f"it is not JSON: {error}"))
             break
         items.append(_parse_call_object(value, "parameters", body[:end]))
         body = body[end:].strip().removeprefix(";").strip()
@@ -313,12 +313,12 @@ def read_harmony(text: str, *, tools_in_thinking: bool) -> ParsedTurn:
     recipient. Calls in the `analysis` channel are valid only if `tools_in_thinking` is set."""
     reasoning: list[str] = []
     content: list[str] = []
-    items: list[_Item] = []
+    items: list[_Call] = []
     for part in re.split(r"<\|(?:end|return|call)\|>", text):
         head, mark, body = part.partition("<|message|>")
         if not mark:
             if head.strip():
-                items.append(Broken(part, "a message without <|message|>"))
+                items.append(BadCall(part, "a message without <|message|>"))
             continue
         channel = re.search(r"<\|channel\|>\s*(\w+)", head)
         recipient = re.search(r"to=(\S+?)(?=[\s<]|$)", head)
@@ -331,52 +331,52 @@ def read_harmony(text: str, *, tools_in_thinking: bool) -> ParsedTurn:
     return ParsedTurn("\n".join(content).strip(), "\n".join(reasoning).strip(), items)
 
 
-def _parse_blocks(text: str, start: str, end: str, read: Callable[[str], _Item]) -> _Calls:
+def _parse_blocks(text: str, start: str, end: str, read: Callable[[str], _Call]) -> _Calls:
     """Parse each block between `start` and `end` with `read`. An unclosed block is malformed and
     extends to the start of the next one."""
     before, *blocks = text.split(start)
     around = [before]
-    items: list[_Item] = []
+    items: list[_Call] = []
     for block in blocks:
         body, closed, after = block.partition(end)
-        item = read(body) if closed else Broken(body, f"no {end} ends it")
-        if isinstance(item, Broken):
-            item = Broken(start + body + closed, item.why)
+        item = read(body) if closed else BadCall(body, f"no {end} ends it")
+        if isinstance(item, BadCall):
+            item = BadCall(start + body + closed, item.why)
         items.append(item)
         around.append(after)
     return "".join(around), items
 
 
-def _parse_call_object(value: Any, key: str, body: str) -> _Item:
+def _parse_call_object(value: Any, key: str, body: str) -> _Call:
     """Parse a tool call from a JSON object. `key` is the format's own name for the arguments, but
     both `arguments` and `parameters` are accepted. The arguments may be omitted."""
     form = f'a call is a JSON object with "name" and "{key}"'
     if not isinstance(value, dict):
-        return Broken(body, form)
+        return BadCall(body, form)
     call = cast(dict[str, Any], value)
     keys = [each for each in ("arguments", "parameters") if each in call]
     others = set(call) - {"name", "type", "id", *keys}
     if len(keys) > 1:
-        return Broken(body, f'it has both "arguments" and "parameters"; {form}')
+        return BadCall(body, f'it has both "arguments" and "parameters"; {form}')
     if others and not keys:
-        return Broken(body, f'its arguments must be an object in "{key}"; {form}')
+        return BadCall(body, f'its arguments must be an object in "{key}"; {form}')
     return _make_call(call.get("name"), call[keys[0]] if keys else {}, body)
 
 
-def _parse_call(name: str, arguments: str) -> _Item:
+def _parse_call(name: str, arguments: str) -> _Call:
     try:
         value = strict_json.load(arguments) if arguments.strip() else {}
         return _make_call(name, value, name + arguments)
     except ValueError as error:
-        return Broken(name + arguments, f"its arguments are not JSON: {error}")
+        return BadCall(name + arguments, f"its arguments are not JSON: {error}")
 
 
-def _make_call(name: Any, arguments: Any, body: str) -> _Item:
+def _make_call(name: Any, arguments: Any, body: str) -> _Call:
     if not isinstance(name, str) or not name.strip():
-        return Broken(body, "it names no tool")
+        return BadCall(body, "it names no tool")
     if not isinstance(arguments, dict):
-        return Broken(body, "its arguments are not a JSON object")
-    return Written(name.strip(), arguments)
+        return BadCall(body, "its arguments are not a JSON object")
+    return ParsedCall(name.strip(), arguments)
 
 
 def _parse_argument(value: str, schema: Any) -> Any:
@@ -406,19 +406,19 @@ def _allowed_types(schema: Any) -> set[str]:
     return {kind for kinds in branches for kind in kinds} if all(branches) else set()
 
 
-def _tiny_call(line: str, tools: Sequence[ToolSpec]) -> _Item:
+def _tiny_call(line: str, tools: Sequence[ToolSpec]) -> _Call:
     name, _, rest = line[1:].partition(" ")
     if not re.fullmatch(r"\w+", name):
-        return Broken(line, "a call is a line `@name argument, argument`")
+        return BadCall(line, "a call is a line `@name argument, argument`")
     try:
         values = strict_json.load(f"[{rest}]")
     except ValueError as error:
-        return Broken(line, f"its arguments are not JSON separated by commas: {error}")
+        return BadCall(line, f"its arguments are not JSON separated by commas: {error}")
     schemas = [tool.parameters.get("properties", {}) for tool in tools if tool.name == name]
     arguments = dict(zip(schemas[-1] if schemas else (), values, strict=False))
     if schemas and len(arguments) < len(values):
-        return Broken(line, f"{len(values)} arguments, and {name} takes {len(arguments)}")
-    return Written(name, {key: value for key, value in arguments.items() if value is not None})
+        return BadCall(line, f"{len(values)} arguments, and {name} takes {len(arguments)}")
+    return ParsedCall(name, {key: value for key, value in arguments.items() if value is not None})
 
 
 _FORMATS = {

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from keel.configs.schema import SamplingConfig
 from keel.rl.turns import THINK, ThinkingMarks, TurnResult
 from keel.rl.types import Group, Prompt, Recordings, Segment, Trajectory, join_recordings
-from keel.rollout.chat.parsing import HARMONY, HARMONY_CONTROLS, Broken, read_harmony
+from keel.rollout.chat.parsing import HARMONY, HARMONY_CONTROLS, BadCall, read_harmony
 from keel.rollout.chat.render import check_shown, render
 from keel.rollout.recording.base import RecordingOptions
 from keel.rollout.spec import LostTurn
@@ -83,7 +83,7 @@ def _translate_marks(text: str, marks: ThinkingMarks) -> str:
     if marks != HARMONY:
         return text.replace(marks.open, THINK.open).replace(marks.close, THINK.close)
     turn = read_harmony(text, tools_in_thinking=False)
-    stray = [item.text for item in turn.items if isinstance(item, Broken)]
+    stray = [call.text for call in turn.calls if isinstance(call, BadCall)]
     thoughts = "\n".join([*filter(None, [turn.reasoning]), *stray])
     if not thoughts:
         return turn.content

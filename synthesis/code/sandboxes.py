@@ -33,11 +33,12 @@ from keel.agents.environments.code.tree import (
 from keel.agents.types import EnvironmentLost, ToolResult
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import CodeTasksConfig
+from keel.rewards.judge.prompts import object_schema
 from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_sandbox
 from keel.rl.turns import ToolCall, ToolSpec
 from keel.rl.types import ENVIRONMENT, Prompt
-from keel.synthesis.author import Author, object_schema, run_tool_loop
+from keel.synthesis.author import Author, run_tool_loop
 from keel.synthesis.code.candidate import Candidate
 from keel.synthesis.ledger import Rejected
 

@@ -33,6 +33,7 @@ from keel.rewards.judge.prompts import (
     as_json,
     escape_text,
     new_fence,
+    object_schema,
 )
 from keel.rewards.judge.specs import Rubric
 from keel.rewards.language import detect_language
@@ -43,7 +44,6 @@ from keel.synthesis.author import (
     Author,
     ToolLoopResult,
     gather_or_cancel,
-    object_schema,
     run_tool_loop,
 )
 from keel.synthesis.ledger import Rejected

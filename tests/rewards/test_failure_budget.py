@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 
 from keel.rewards.checks import FAILED, try_functions
-from keel.rewards.custom import (
-    _MIN_WINDOW,
-    FailureRate,
-    RewardStopped,
-)
+from keel.rewards.failures import _MIN_WINDOW, FailureRate, RewardStopped
 from keel.rewards.scorer import Scorer
 from tests.rewards import functions
 from tests.rewards.groups import PROMPT, group, score

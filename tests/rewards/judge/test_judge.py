@@ -17,7 +17,7 @@ import pytest
 
 from keel.configs.schema import ConversationsConfig
 from keel.data.conversations.load import read_conversations
-from keel.rewards.custom import RewardStopped
+from keel.rewards.failures import RewardStopped
 from keel.rewards.judge import client
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import Counts, JudgeError, Judgement

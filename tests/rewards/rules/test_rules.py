@@ -15,7 +15,8 @@ from keel.data.procedural import _REFUSED_TASKS, load_reasoning_gym
 from keel.rewards.checks import check_spec
 from keel.rewards.pool import WorkerPool
 from keel.rewards.rules.reasoning_gym import _EVALUATED_TASKS, _SYMBOLIC_TASKS, _is_safe_to_verify
-from keel.rewards.rules.verifiers import _MATCH_TIMEOUT_S, Verifier, keeps_format, verifier_for
+from keel.rewards.rules.verifiers import _MATCH_TIMEOUT_S, Verifier, verifier_for
+from keel.rewards.text import keeps_format
 from keel.rewards.worker import reply_to
 from tests.waiting import PATIENCE_S, within_some
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.rewards.rules.verifiers import keeps_format
-from keel.rewards.text import answer_in, final_text, raw_text, thinking_text
+from keel.rewards.text import answer_in, final_text, keeps_format, raw_text, thinking_text
 from keel.rl.turns import THINK, Malformed, Parsed, ThinkingMarks, ToolCall, ToolSpec
 from keel.rollout.chat.parsing import _split_thinking, find_thinking_marks
 from keel.rollout.chat.render import call_message
