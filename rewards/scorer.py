@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 
-from keel.configs.sections.rewards import CodeConfig
 from keel.rewards import compose
 from keel.rewards.compose import LANGUAGE_PARTS, REFUSAL, Score
 from keel.rewards.custom import TextTrajectory, is_function, prompt_fields, scores_group
@@ -78,35 +75,29 @@ class Scorer:
         self,
         weights: Mapping[str, Mapping[str, float]],
         *,
+        pool: WorkerPool,
         scale: Literal["none", "std"] = "none",
-        workers: int = 2,
-        timeout_s: float = 3.0,
-        code: CodeConfig | None = None,
         lengths: Mapping[str, LengthRule] | None = None,
         judge: JudgeService | None = None,
         max_failure_fraction: float = 1.0,
         environments: Collection[str] = (),
-        log: Path | None = None,
-        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
-        pool: WorkerPool | None = None,
+        say: Callable[[str], None] = print,
     ) -> None:
-        """Check the reward weights and start the workers. Raises ValueError if a part is
-        unknown.
+        """Check the reward weights. Raises ValueError if a part is unknown.
 
-        `weights` maps each domain to its reward parts and their weights, and `lengths` maps
-        each domain to its length rule. `environments` lists the domains whose environments define
-        their own parts. If `pool` is given, it is used instead of new workers, and `close`
-        closes it. The caller must close `judge`. `say` is called with each line of an error report.
+        `weights` maps each domain to its reward parts and their weights, and `lengths` maps each
+        domain to its length rule. `environments` lists the domains whose environments define their
+        own parts. `close` closes `pool`, but the caller must close `judge`. `say` is called with
+        each line of an error report.
         """
         compose.check_weights(weights, environments)
-        self._weights = weights
+        self._weights, self._pool = weights, pool
         self._scale: Literal["none", "std"] = scale
         names = {name for parts in weights.values() for name in parts if is_function(name)}
         self._group_functions = set(filter(scores_group, names))
         self._lengths, self._judge = lengths or {}, judge
         self._reported_counts = Counts()
         self._failures = FailureBudget(max_failure_fraction, say)
-        self._pool = pool or WorkerPool(workers, timeout_s=timeout_s, code=code, log=log)
 
     def tell(self, say: Callable[[str], None]) -> None:
         self._failures.report = say

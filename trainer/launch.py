@@ -329,19 +329,18 @@ def build_scorer(
     log: Path | None = None,
     pool: WorkerPool | None = None,
 ) -> Scorer:
+    rewards = config.rewards
+    if pool is None:
+        pool = WorkerPool(rewards.workers, timeout_s=rewards.timeout_s, code=rewards.code, log=log)
     return Scorer(
         config.data.rewards_by_domain,
+        pool=pool,
         scale=config.algorithm.scale_advantages,
-        workers=config.rewards.workers,
-        timeout_s=config.rewards.timeout_s,
-        code=config.rewards.code,
         lengths=length_rules(config),
         judge=judge,
-        max_failure_fraction=config.rewards.max_failure_fraction,
+        max_failure_fraction=rewards.max_failure_fraction,
         environments=config.data.domains_with_environments,
-        log=log,
         say=say,
-        pool=pool,
     )
 
 

@@ -23,7 +23,6 @@ from keel.data.jsonl import load_jsonl
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rewards.checks import check_prompts, check_spec
 from keel.rewards.custom import load_function, pickle_functions
-from keel.rewards.scorer import Scorer
 from keel.rl.types import FUNCTIONS
 from keel.trainer.prepare import prepare
 from keel.trainer.run.checkpoint import State, config_digest
@@ -31,7 +30,7 @@ from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.manifest import MANIFEST
 from keel.trainer.run.signals import Interrupt
 from tests.model.stand_in import stand_in
-from tests.rewards.groups import group, score
+from tests.rewards.groups import group, new_scorer, score
 from tests.waiting import PATIENCE_S
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
@@ -248,7 +247,7 @@ def test_functions_alone_judge_prompts_without_answers(tmp_path: Path) -> None:
     (item,) = load_jsonl(source, check_spec).items
     assert item.prompt.reward == {"kind": FUNCTIONS, "columns": {"most": 3}}
     scoring = {"workers": 1, "timeout_s": PATIENCE_S}
-    with pickle_functions([short, unlike]), Scorer({"made": rewards}, **scoring) as scorer:
+    with pickle_functions([short, unlike]), new_scorer({"made": rewards}, **scoring) as scorer:
         check_prompts([item.prompt], rewards, code=CodeConfig())
         (scored,) = score(scorer, [group("hi", "hi", "hello", prompt=item.prompt)])
     assert [parts["python.unlike"] for parts in scored.parts_G] == [0.5, 0.5, 1.0]

@@ -1,10 +1,13 @@
 """Groups of answers to score."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from keel.configs.sections.rewards import CodeConfig
+from keel.rewards.pool import WorkerPool
 from keel.rewards.scorer import Scorer
 from keel.rl.types import (
     FinishReason,
@@ -54,6 +57,19 @@ def trajectory(
 
 def group(*raws: str, prompt: Prompt = PROMPT) -> Group:
     return Group(prompt=prompt, trajectories=tuple(trajectory(i, r) for i, r in enumerate(raws)))
+
+
+def new_scorer(
+    weights: Mapping[str, Mapping[str, float]],
+    *,
+    workers: int = 0,
+    timeout_s: float = 3.0,
+    code: CodeConfig | None = None,
+    log: Path | None = None,
+    **options: Any,
+) -> Scorer:
+    pool = WorkerPool(workers, timeout_s=timeout_s, code=code, log=log)
+    return Scorer(weights, pool=pool, **options)
 
 
 def score(scorer: Scorer, groups: Iterable[Group], purpose: Purpose = "train") -> list[ScoredGroup]:

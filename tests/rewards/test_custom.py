@@ -22,9 +22,8 @@ from keel.rewards.custom import (
     pickle_functions,
     prompt_fields,
 )
-from keel.rewards.scorer import Scorer
 from tests.rewards import functions
-from tests.rewards.groups import PROMPT, group, score
+from tests.rewards.groups import PROMPT, group, new_scorer, score
 from tests.waiting import PATIENCE_S
 
 MINE = functions.NAME
@@ -55,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dotted_name_is_a_part(workers: int) -> None:
     weights = {"maths": {"correct": 1.0, f"{MINE}.polite": 0.5}}
-    with Scorer(weights, workers=workers, timeout_s=PATIENCE_S) as scorer:
+    with new_scorer(weights, workers=workers, timeout_s=PATIENCE_S) as scorer:
         (scored,) = score(scorer, [group("<think>ab</think>3", "<think></think>3 please")])
     assert [parts[f"{MINE}.polite"] for parts in scored.parts_G] == [0.5, 1.0]
     assert scored.rewards_G.tolist() == [1.25, 0.5]
@@ -76,7 +75,7 @@ def test_other_values_are_errors_worth_nothing() -> None:
         with pickle_functions([returning(value)]):
             with pytest.raises(BadReward):
                 function_verifier({"name": "python.always", "prompt": FIELDS})(text("3"))
-            with Scorer(weights, workers=0, say=lambda _: None) as scorer:
+            with new_scorer(weights, say=lambda _: None) as scorer:
                 (scored,) = score(scorer, [group("</think>3")])
         assert scored.rewards_G.tolist() == [1.0]
         parts = {"correct": 1.0, "format": 1.0, "error": 1.0, "python.always": 0.0}
@@ -173,7 +172,7 @@ def test_a_group_function_sees_whole_groups() -> None:
         return [1 / len(trajectories)] * len(trajectories)
 
     functions = replace(PROMPT, prompt_id="file/2", reward={"kind": "functions"})
-    with pickle_functions([alike]), Scorer({"maths": {"python.alike": 1.0}}, workers=0) as scorer:
+    with pickle_functions([alike]), new_scorer({"maths": {"python.alike": 1.0}}) as scorer:
         scored = score(scorer, [group("3", "4"), group("3", prompt=functions)])
     assert [one.rewards_G.tolist() for one in scored] == [[0.5, 0.5], [1.0]]
     assert scored[1].parts_G[0]["correct"] == 1.0

@@ -9,9 +9,8 @@ import pytest
 from keel.rewards.checks import check_spec
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.length import LengthRule
-from keel.rewards.scorer import Scorer
 from keel.rl.types import ENVIRONMENT, PROGRAM, Group, ScoredGroup, Trajectory, Verdict
-from tests.rewards.groups import PROMPT, trajectory
+from tests.rewards.groups import PROMPT, new_scorer, trajectory
 from tests.rewards.judge.judge_server import Server, settings
 
 RUBRIC = {"kind": "rubric", "criteria": [{"name": "one", "text": "says 3", "weight": 1}]}
@@ -31,7 +30,7 @@ def graded(prompt: Any, *verdicts: dict[str, float]) -> Group:
 
 def score(group: Group, weights: dict[str, float], rule: LengthRule | None = None) -> ScoredGroup:
     lengths = {"maths": rule} if rule else None
-    with Scorer({"maths": weights}, workers=0, environments=["maths"], lengths=lengths) as scorer:
+    with new_scorer({"maths": weights}, environments=["maths"], lengths=lengths) as scorer:
         return scorer.submit(group).result()
 
 
@@ -95,7 +94,7 @@ def test_the_judge_sees_the_environments_task(reward: dict[str, Any], server: Se
     weights = {"maths": {"correct": 1.0, "refusal": 0.0}}
     with (
         JudgeService(settings(server.url)) as judge,
-        Scorer(weights, workers=0, environments=["maths"], judge=judge) as scorer,
+        new_scorer(weights, environments=["maths"], judge=judge) as scorer,
     ):
         scorer.submit(replace(group, trajectories=trajectories)).result()
     systems = [request["messages"][0]["content"] for request in server.requests]

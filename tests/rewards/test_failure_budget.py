@@ -9,9 +9,8 @@ import pytest
 
 from keel.rewards.checks import FAILED, try_functions
 from keel.rewards.failures import _MIN_WINDOW, FailureRate, RewardStopped
-from keel.rewards.scorer import Scorer
 from tests.rewards import functions
-from tests.rewards.groups import PROMPT, group, score
+from tests.rewards.groups import PROMPT, group, new_scorer, score
 from tests.waiting import PATIENCE_S, within_some
 
 pytestmark = pytest.mark.e2e
@@ -39,7 +38,7 @@ FAILING = [
 def test_an_error_is_reported_once_with_its_line(workers: int) -> None:
     lines: list[str] = []
     domains = {name: weights(name)["maths"] for name, *_ in FAILING}
-    with Scorer(domains, workers=workers, timeout_s=PATIENCE_S, say=lines.append) as scorer:
+    with new_scorer(domains, workers=workers, timeout_s=PATIENCE_S, say=lines.append) as scorer:
         for name, line, message in FAILING:
             lines.clear()
             prompt = replace(PROMPT, domain=name)
@@ -53,7 +52,7 @@ def test_an_error_is_reported_once_with_its_line(workers: int) -> None:
 
 
 def test_a_failing_function_stops_the_run() -> None:
-    with Scorer(weights("none"), workers=0, max_failure_fraction=0.2, say=lambda _: None) as scorer:
+    with new_scorer(weights("none"), max_failure_fraction=0.2, say=lambda _: None) as scorer:
         future = scorer.submit(group(*["</think>3"] * 8))
         with pytest.raises(RewardStopped, match=r"5 of the last 5.*BadReward"):
             future.result(PATIENCE_S)
@@ -64,7 +63,7 @@ def test_rare_failures_do_not_stop_the_run() -> None:
     unreadable = {"kind": "reasoning_gym", "task": "prime_factorization", "entry": entry}
     prompt = replace(PROMPT, reward=unreadable)
     lines: list[str] = []
-    with Scorer(weights("some"), workers=0, max_failure_fraction=0.2, say=lines.append) as scorer:
+    with new_scorer(weights("some"), max_failure_fraction=0.2, say=lines.append) as scorer:
         for _ in range(30):
             scored = score(scorer, [group(*["</think>ok"] * 9, "</think>bad", prompt=prompt)])
     assert [parts["error"] for parts in scored[0].parts_G] == [1.0] * 10
@@ -90,7 +89,9 @@ def test_a_lost_worker_reports_its_location(
     def check(limit_s: float) -> None:
         lines: list[str] = []
         log = tmp_path / "run" / f"rewards_{limit_s}"
-        with Scorer(weights(name), workers=1, timeout_s=limit_s, say=lines.append, log=log) as one:
+        with new_scorer(
+            weights(name), workers=1, timeout_s=limit_s, say=lines.append, log=log
+        ) as one:
             score(one, [group("</think>4")])
         assert re.search(rf"{message}.*{re.escape(place(name, 1))}", "".join(lines))
         assert f"in {name}" in (log / "worker_0.log").read_text()

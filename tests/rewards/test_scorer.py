@@ -12,10 +12,9 @@ from keel.configs.sections.rewards import CodeConfig
 from keel.rewards.compose import check_weights, compose
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.length import LengthRule
-from keel.rewards.scorer import Scorer
 from keel.rl.summary import evaluation
 from keel.rl.types import CUT_OFF, FinishReason, Group, Prompt
-from tests.rewards.groups import PROMPT, group, score, trajectory
+from tests.rewards.groups import PROMPT, group, new_scorer, score, trajectory
 from tests.rewards.judge.judge_server import (
     Reply,
     Server,
@@ -43,7 +42,7 @@ def prompt(domain: str = "maths", **reward: Any) -> Prompt:
 
 def test_rewards_parts_and_advantages() -> None:
     answers = group("<think>a</think>3", "<think>a</think>4", "3 </think>", "<think>3")
-    with Scorer(WEIGHTS, workers=0) as scorer:
+    with new_scorer(WEIGHTS) as scorer:
         (scored,) = score(scorer, [answers])
         cut = replace(answers, trajectories=(trajectory(0, "<think>a</think>3", "length"),))
         (alone,) = score(scorer, [cut])
@@ -60,14 +59,14 @@ def test_rewards_parts_and_advantages() -> None:
 @pytest.mark.e2e
 def test_groups_keep_their_order_in_workers() -> None:
     groups = (group(f"<think></think>{i}", "<think></think>3") for i in range(20))
-    with Scorer(WEIGHTS, workers=2, timeout_s=PATIENCE_S) as scorer:
+    with new_scorer(WEIGHTS, workers=2, timeout_s=PATIENCE_S) as scorer:
         scored = score(scorer, groups)
     assert [s.parts_G[0]["correct"] for s in scored] == [float(i == 3) for i in range(20)]
     assert evaluation(scored)["pass@1"].value == pytest.approx((20 + 1) / 40)
 
 
 def test_empty_group_stays_empty() -> None:
-    with Scorer(WEIGHTS, workers=0, lengths={"maths": LengthRule(linear=0.1)}) as scorer:
+    with new_scorer(WEIGHTS, lengths={"maths": LengthRule(linear=0.1)}) as scorer:
         (scored,) = score(scorer, [Group(prompt=PROMPT, trajectories=(), dropped=("late",))])
     assert len(scored.rewards_G) == len(scored.advantages_G) == len(scored.parts_G) == 0
     assert scored.group.dropped == ("late",)
@@ -88,7 +87,7 @@ ANSWER = {"kind": "answer", "answer": "3"}
 )
 def test_errors_name_the_prompt(domain: str, reward: dict[str, Any], part: str, match: str) -> None:
     with (
-        Scorer({"maths": {"correct": 1.0, part: 0.0}}, workers=0) as scorer,
+        new_scorer({"maths": {"correct": 1.0, part: 0.0}}) as scorer,
         pytest.raises(ValueError, match=f"prompt file/9.*{match}"),
     ):
         score(scorer, [group("3", prompt=prompt(domain, **reward))])
@@ -98,7 +97,7 @@ def test_unknown_parts_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'corect'.*correct\?"):
         check_weights({"maths": {"corect": 1.0}})
     with pytest.raises(ValueError, match="length"):
-        Scorer({"maths": {"length": 1.0}}, workers=0)
+        new_scorer({"maths": {"length": 1.0}})
     with pytest.raises(ValueError, match="progress"):
         check_weights({"shop": {"progress": 1.0}})
     check_weights({"shop": {"progress": 1.0}}, ["shop"])
@@ -121,7 +120,7 @@ def test_programs_run_against_their_tests() -> None:
     marked = [{**tests[0], "sample": True}, {**tests[1], "subtask": "b"}]
     subtasks = prompt(kind="code", tests=marked, subtasks={"b": 7})
     partial = prompt(kind="code", tests=tests, partial=True)
-    with Scorer({"maths": {"correct": 1.0}}, workers=2, code=TRUSTED) as scorer:
+    with new_scorer({"maths": {"correct": 1.0}}, workers=2, code=TRUSTED) as scorer:
         groups = [group(adds, prints, adds, "none", prompt=partial)]
         first, second = score(scorer, [*groups, group(adds, prints, prompt=subtasks)])
     assert first.rewards_G.tolist() == [1.0, 0.5, 1.0, 0.0]
@@ -150,7 +149,7 @@ def test_judge_failures_leave_the_group(server: Server) -> None:
     answers = group(*texts, prompt=prompt(kind="rubric", criteria=CRITERIA))
     with (
         service(server, max_failure_fraction=1.0) as judge,
-        Scorer(WEIGHTS, workers=0, judge=judge) as scorer,
+        new_scorer(WEIGHTS, judge=judge) as scorer,
     ):
         scored, other = score(scorer, [answers, group("<think></think>3")])
         metrics, unchanged = scorer.metrics(), scorer.metrics()
@@ -190,7 +189,7 @@ def test_refusals_as_verdict_and_as_part() -> None:
     with (
         running(declines) as server,
         service(server) as judge,
-        Scorer(weights, workers=0, judge=judge) as scorer,
+        new_scorer(weights, judge=judge) as scorer,
     ):
         harmful, harmless, sums = score(scorer, [*groups, group(*answers)])
     assert harmful.rewards_G.tolist() == [0, 1] and harmless.rewards_G.tolist() == [1, 0]
@@ -211,7 +210,7 @@ def test_cut_off_completions(
     cut = trajectory(1, "</think>3", finish, tokens=60)
     both = Group(prompt=PROMPT, trajectories=(whole, cut))
     lengths = {"maths": LengthRule(truncated=rule)}
-    with Scorer({"maths": {"correct": 1.0}}, workers=0, lengths=lengths) as scorer:
+    with new_scorer({"maths": {"correct": 1.0}}, lengths=lengths) as scorer:
         (scored,) = score(scorer, [both])
         (measured,) = score(scorer, [both], "eval")
     assert scored.rewards_G.tolist() == rewards
@@ -230,6 +229,6 @@ def test_cut_off_is_no_better_than_wrong(weight: float, rewards: list[float]) ->
     wrong, cut = trajectory(0, "</think>4"), trajectory(1, "</think>3", "length")
     lengths = {"maths": LengthRule(truncated="zero")}
     weights = {"maths": {"correct": 1.0, f"{__name__}.always": weight}}
-    with Scorer(weights, workers=0, lengths=lengths) as scorer:
+    with new_scorer(weights, lengths=lengths) as scorer:
         (scored,) = score(scorer, [Group(prompt=PROMPT, trajectories=(wrong, cut))])
     assert scored.rewards_G.tolist() == rewards

@@ -16,12 +16,11 @@ from keel.model.tiny.build import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rewards.judge.service import JudgeService
-from keel.rewards.scorer import Scorer
 from keel.rl.types import Prompt
 from keel.rollout.judge import process, reaper
 from keel.rollout.judge.server import JudgeServer
 from tests.agents.episodes import alive
-from tests.rewards.groups import group, score
+from tests.rewards.groups import group, new_scorer, score
 from tests.waiting import PATIENCE_S, start_local_ray, wait_for
 
 CRITERIA = [
@@ -91,7 +90,7 @@ def test_server_judges_and_restarts(tmp_path: Path) -> None:
     server = JudgeServer(config, gpu=False)
     with (
         JudgeService(config, servers=[server]) as judge,
-        Scorer({"chat": {"rubric": 1.0}}, workers=0, judge=judge) as scorer,
+        new_scorer({"chat": {"rubric": 1.0}}, judge=judge) as scorer,
     ):
         judge.check_reachable()
         (scored,) = score(scorer, [group(BLUE, RED, prompt=PROMPT)])
