@@ -75,6 +75,8 @@ class Arm:
     """`model.batch_invariant`"""
     residual: Literal["model", "float32"] = "model"
     """`model.residual_dtype`"""
+    quantization: Literal["", "fp8"] = ""
+    """`rollout.quantization`"""
 
 
 ARMS: Mapping[str, Arm] = {
@@ -86,6 +88,7 @@ ARMS: Mapping[str, Arm] = {
     "float16-residual": Arm("float16", "float16", residual="float32", compiled=True),
     "float16-compiled": Arm("float16", "float16", compiled=True),
     "float32": Arm("float32", "float32"),
+    "fp8": Arm("bfloat16", "bfloat16", quantization="fp8"),
 }
 
 
@@ -263,6 +266,7 @@ def rollout_config(arm: Arm, size: Size) -> RolloutConfig:
             max_tokens=size.tokens,
         ),
         head_dtype=head,
+        quantization=arm.quantization,
         gpu_memory_utilization=size.gpu_memory_utilization,
     )
 
