@@ -72,9 +72,9 @@ class TrainerConfig(Section, path="trainer"):
     """Peak learning rate of the indexers, with the warmup and schedule of `lr`. 0: `lr`."""
     attention_kernels: Literal["auto", "torch", "flash4"] = "auto"
     """Attention kernels on GPUs. torch: PyTorch's FlashAttention-2. flash4: FlashAttention-4 on
-    Hopper and Blackwell, up to twice as fast on long contexts; not for latent attention. auto:
-    flash4 for contexts of 4,096 tokens or more if the package is installed and passes a gradient
-    check at start-up."""
+    Hopper and Blackwell (with PyTorch 2.13), up to twice as fast on long contexts; not for latent
+    attention. auto: flash4 for contexts of 4,096 tokens or more if the package is installed and
+    passes a gradient check at start-up."""
     share_prompts: bool = False
     """Compute the common prefix of a group's trajectories once per micro-batch where that makes a
     step shorter. The gradient is the same, with fewer tokens. The prefix needs at least 16 tokens

@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from packaging import version
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -21,3 +22,12 @@ KERNELS = [
         reason="needs a GPU, or TRITON_INTERPRET=1 (slow): pytest -m gpu",
     ),
 ]
+
+
+def skip_without_flash4() -> None:
+    """Skip the test unless PyTorch can run FlashAttention-4 on this GPU."""
+    pytest.importorskip("flash_attn.cute.interface")
+    if version.parse(torch.__version__) < version.parse("2.13"):
+        pytest.skip("older versions of PyTorch refuse FlashAttention-4's backward pass")
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("needs a Hopper or Blackwell GPU")

@@ -10,7 +10,7 @@ from torch import Tensor
 from keel.model.attention import Segments, _packed_attention
 from keel.model.layers import flash4
 from keel.model.torch_internals import replace_flash_kernels
-from tests.gpu.marks import GPU
+from tests.gpu.marks import GPU, skip_without_flash4
 
 pytestmark = GPU
 
@@ -22,9 +22,7 @@ FOLLOWS = [-1, -1, 1, 1, -1, 4]
 @pytest.fixture
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param == "flash4":
-        pytest.importorskip("flash_attn.cute.interface")
-        if torch.cuda.get_device_capability()[0] not in (9, 10):
-            pytest.skip("needs a Hopper or Blackwell GPU")
+        skip_without_flash4()
         handle = replace_flash_kernels(flash4.__name__)
         yield
         handle.remove()

@@ -18,7 +18,7 @@ from keel.model.tiny.build import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
 from keel.rl.metrics import values
 from keel.trainer.engine import offload
-from tests.gpu.marks import GPU
+from tests.gpu.marks import GPU, skip_without_flash4
 from tests.rl.batches import LossInputs
 from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.scenarios import TIGHT, Ranks, make_config, training
@@ -90,9 +90,7 @@ def test_both_attention_kernels_compile(
     ranks: Ranks, compiled: bool, kernels: Literal["torch", "flash4"]
 ) -> None:
     if kernels == "flash4":
-        pytest.importorskip("flash_attn.cute.interface")
-        if torch.cuda.get_device_capability()[0] not in (9, 10):
-            pytest.skip("needs a Hopper or Blackwell GPU")
+        skip_without_flash4()
     bfloat16 = {"model": "wide", "dtype": "bfloat16"}
     plain = values(training(1, attention_kernels="torch", **bfloat16)(ranks)["metrics"][0])
     assert not flash4._ACTIVE
