@@ -40,7 +40,9 @@ class _EngineRefused(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeKind:
+class EpisodeSettings:
+    """Settings shared by all episodes of a data source."""
+
     environment: Callable[[], Environment]
     chat: Chat
     budget: Budget
@@ -61,19 +63,20 @@ class EpisodeRunner:
 
     def __init__(
         self,
-        kinds: Mapping[str, EpisodeKind],
+        settings: Mapping[str, EpisodeSettings],
         *,
         submit_turn: SubmitTurn,
         seed: int,
         most_open: int,
         closing: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
-        """Start the thread, and the endpoint if there are agent programs. Up to `most_open`
-        episodes run concurrently for training, and the same number for evaluation. The functions in
-        `closing` are called at the end to release resources shared by the environments."""
-        has_programs = any(kind.program is not None for kind in kinds.values())
+        """Start the thread, and the endpoint if there are agent programs. `settings` maps the name
+        of each data source to the settings of its episodes. Up to `most_open` episodes run
+        concurrently for training, and the same number for evaluation. The functions in `closing`
+        are called at the end to release resources shared by the environments."""
+        has_programs = any(one.program is not None for one in settings.values())
         raise_file_limit(len(PURPOSES) * most_open, programs=has_programs)
-        self._kinds, self._submit_turn, self._seed = kinds, submit_turn, seed
+        self._settings, self._submit_turn, self._seed = settings, submit_turn, seed
         self._starting = asyncio.Semaphore(_STARTING)
         self._endpoint: Endpoint | None = None
         self._closing = closing
@@ -102,7 +105,7 @@ class EpisodeRunner:
         """Start `group_size` episodes for a prompt and return a future for the group. Cancelling
         the future cancels the episodes. `Group.dropped` holds the reasons for dropped episodes. If
         an engine fails, the future raises its error."""
-        if prompt.environment not in self._kinds:
+        if prompt.environment not in self._settings:
             raise ValueError(f"prompt {prompt.prompt_id}: no environment {prompt.environment!r}")
         with self._gate:
             if self._closed:
@@ -195,13 +198,13 @@ class EpisodeRunner:
             except ValueError as error:
                 raise _EngineRefused from error
 
-        kind = self._kinds[prompt.environment]
+        settings = self._settings[prompt.environment]
         make_episode: Callable[..., Episode] = Episode
-        if kind.program is not None:
+        if settings.program is not None:
             assert self._endpoint is not None
             make_episode = partial(
                 ProgramEpisode,
-                program=kind.program,
+                program=settings.program,
                 endpoint=self._endpoint,
                 starting=self._starting,
             )
@@ -209,18 +212,18 @@ class EpisodeRunner:
         async with self._slots[purpose]:
             for _ in range(_TRIES):
                 episode = make_episode(
-                    environment=kind.environment(),
+                    environment=settings.environment(),
                     task=prompt,
-                    chat=kind.chat,
+                    chat=settings.chat,
                     sample=sample,
-                    budget=kind.budget,
-                    shortener=kind.shortener,
-                    system_prompt=kind.system_prompt,
+                    budget=settings.budget,
+                    shortener=settings.shortener,
+                    system_prompt=settings.system_prompt,
                     name=conversation_of(prompt.prompt_id, purpose, version, draw, sibling),
                     sibling=sibling,
                     seed=seed_of(self._seed, version, draw, sibling, prompt.prompt_id),
                     environment_seed=environment_seed(self._seed, prompt),
-                    crash_is_failure=kind.crash_is_failure,
+                    crash_is_failure=settings.crash_is_failure,
                 )
                 try:
                     return await episode.run()

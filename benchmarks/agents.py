@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.common import arguments, run_facts
 from keel.agents.episode import Budget, ContextShortener
-from keel.agents.runner import EpisodeKind, EpisodeRunner
+from keel.agents.runner import EpisodeRunner, EpisodeSettings
 from keel.agents.types import Opening, ToolResult
 from keel.configs.schema import RolloutConfig, SamplingConfig, TinyModelConfig
 from keel.model.tiny.build import build_model
@@ -240,7 +240,7 @@ def main() -> None:
         )
         ray.init(address="local", include_dashboard=False, log_to_driver=False)
         pool = ray_pool(spec, gpu=gpu, startup_timeout_s=ROUND_S)
-        kind = EpisodeKind(
+        kind = EpisodeSettings(
             environment=Looking,
             chat=CallingChat(tokenizer),
             budget=Budget(

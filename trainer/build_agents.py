@@ -19,8 +19,8 @@ from keel.agents.mcp_client import McpEnvironment, McpServer
 from keel.agents.probe import try_environment, try_program
 from keel.agents.runner import (
     PURPOSES,
-    EpisodeKind,
     EpisodeRunner,
+    EpisodeSettings,
     SubmitTurn,
     environment_seed,
     raise_file_limit,
@@ -214,7 +214,7 @@ def episode_runner(
     agents, starting = config.agents, asyncio.Semaphore(MAX_STARTING)
     closing: list[Callable[[], Awaitable[None]]] = []
 
-    def kind(source: SourceConfig) -> EpisodeKind:
+    def settings(source: SourceConfig) -> EpisodeSettings:
         own_chat = chat
         if isinstance(chat, TemplateChat) and config.calls_in_thinking(source):
             own_chat = chat.with_tools_in_thinking()
@@ -222,7 +222,7 @@ def episode_runner(
         elsewhere = not (source.environment.program_only or source.environment.url)
         if place is not None and elsewhere:
             factory = partial(place, source.name, factory)
-        return EpisodeKind(
+        return EpisodeSettings(
             chat=own_chat,
             environment=factory,
             budget=budget(config, source),
@@ -239,7 +239,7 @@ def episode_runner(
 
     sources = [source for source in config.data.sources if source.environment.enabled]
     return EpisodeRunner(
-        {source.name: kind(source) for source in sources},
+        {source.name: settings(source) for source in sources},
         closing=closing,
         submit_turn=submit_turn,
         seed=config.run.seed,

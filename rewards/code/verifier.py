@@ -23,7 +23,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -347,23 +347,24 @@ class _CodeVerdict(NamedTuple):
     shows, and `subtask/NAME` is the part of the score earned in a subtask."""
 
 
-def verify_code(
-    spec: Mapping[str, Any], answer_text: str, settings: CodeConfig | None = None
-) -> _CodeVerdict:
-    """Run the last code block in an answer against the hidden tests. Code inside the thinking is
-    ignored.
+def code_verifier(spec: Mapping[str, Any], settings: CodeConfig) -> Callable[[str], _CodeVerdict]:
+    """Build a verifier that runs the last code block in an answer against the hidden tests. Code
+    inside the thinking is ignored.
 
-    Raises ValueError if the spec is malformed or this machine can't isolate programs, and
-    RuntimeError if the sandbox itself fails.
+    Raises ValueError if the spec is malformed or this machine can't isolate programs. The verifier
+    raises RuntimeError if the sandbox itself fails.
     """
-    settings, task = settings or CodeConfig(), read_task(spec)
-    sandbox = open_sandbox(settings.isolation)
-    blocks = code_blocks(outside_think(answer_text))
-    if not blocks:
-        return _verdict(task, [], "no closed code block at the end of the answer")
-    if len(blocks[-1]) > _MAX_CHARACTERS:
-        return _verdict(task, [], f"the program is longer than {_MAX_CHARACTERS} characters")
-    return _Attempt(task, blocks[-1], sandbox, settings).verdict()
+    task, sandbox = read_task(spec), open_sandbox(settings.isolation)
+
+    def verify(answer_text: str) -> _CodeVerdict:
+        blocks = code_blocks(outside_think(answer_text))
+        if not blocks:
+            return _verdict(task, [], "no closed code block at the end of the answer")
+        if len(blocks[-1]) > _MAX_CHARACTERS:
+            return _verdict(task, [], f"the program is longer than {_MAX_CHARACTERS} characters")
+        return _Attempt(task, blocks[-1], sandbox, settings).verdict()
+
+    return verify
 
 
 def check_task(

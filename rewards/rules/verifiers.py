@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from keel.configs.sections.rewards import CodeConfig
-from keel.rewards.code.verifier import code_blocks, read_task, verify_code
+from keel.rewards.code.verifier import code_blocks, code_verifier
 from keel.rewards.custom import function_verifier
 from keel.rewards.rules.maths import maths_verifier
 from keel.rewards.rules.reasoning_gym import reasoning_gym
 from keel.rewards.rules.statements import normalize_notation, remove_spaces
-from keel.rewards.sandbox.sandbox import open_sandbox
 from keel.rewards.text import (
     WRAPPED,
     answer_in,
@@ -214,11 +213,10 @@ def _answer_verifier(spec: Mapping[str, Any]) -> Verifier:
 
 
 def _code_verifier(spec: Mapping[str, Any], settings: CodeConfig) -> Verifier:
-    read_task(spec)
-    open_sandbox(settings.isolation)
+    run = code_verifier(spec, settings)
 
     def verify(text: str) -> Mapping[str, float]:
-        verdict = verify_code(spec, text, settings)
+        verdict = run(text)
         return {**verdict.parts, "correct": verdict.score}
 
     return verify

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.agents.episode import ContextShortener, _Method
-from keel.agents.runner import EpisodeKind, EpisodeRunner
+from keel.agents.runner import EpisodeRunner, EpisodeSettings
 from keel.agents.types import NodeLost, ToolResult
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.turns import Message, ToolCall, TurnRequest, TurnResult
@@ -204,7 +204,7 @@ def running(
     """turns: a policy, or a `SubmitTurn`."""
     with EpisodeRunner(
         {
-            "sums": EpisodeKind(
+            "sums": EpisodeSettings(
                 environment=factory or Factory(), chat=CHAT, budget=BUDGET, shortener=NO_CONTEXT
             )
         },

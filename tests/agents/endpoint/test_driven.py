@@ -27,7 +27,7 @@ from keel.agents.endpoint.program import (
 from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.requests import read_request
 from keel.agents.endpoint.server import Endpoint, McpTools
-from keel.agents.runner import EpisodeKind, EpisodeRunner
+from keel.agents.runner import EpisodeRunner, EpisodeSettings
 from keel.agents.types import NoEnvironment
 from keel.rewards.sandbox.environments import find_runtime
 from keel.rl.turns import TurnRequest, TurnResult
@@ -120,7 +120,7 @@ def running(
     with tempfile.TemporaryDirectory() as folder, patch.object(tempfile, "tempdir", folder):
         with EpisodeRunner(
             {
-                name: EpisodeKind(
+                name: EpisodeSettings(
                     environment=environment,
                     chat=CHAT,
                     budget=replace(BUDGET, turns=4, timeout_s=seconds),

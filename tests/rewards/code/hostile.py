@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from keel.configs.sections.rewards import CodeConfig
-from keel.rewards.code.verifier import verify_code
+from keel.rewards.code.verifier import _CodeVerdict, code_verifier
 from keel.rewards.sandbox.processes import adopt_orphans
 
 ADD_STDIN = {"stdin": "20 22\n", "stdout": "42\n"}
@@ -38,6 +38,12 @@ SLEEPERS = {"sleeping", "sleeping deaf to signals", "stopping itself"}
 
 def answer(source: str) -> str:
     return f"Here it is:\n\n```python\n{source}\n```\n"
+
+
+def verify_code(
+    spec: dict[str, Any], text: str, settings: CodeConfig | None = None
+) -> _CodeVerdict:
+    return code_verifier(spec, settings or CodeConfig())(text)
 
 
 def footprint() -> dict[str, Any]:

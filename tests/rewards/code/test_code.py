@@ -12,9 +12,17 @@ import pytest
 
 from keel.configs.sections.rewards import CodeConfig
 from keel.rewards.code import verifier as module
-from keel.rewards.code.verifier import _CodeVerdict, verify_code
+from keel.rewards.code.verifier import _CodeVerdict
 from keel.rewards.sandbox.sandbox import IsolationError, Sandbox, open_sandbox
-from tests.rewards.code.hostile import ADD_CALL, ADD_STDIN, HOSTILE, HURRIED, SLEEPERS, answer
+from tests.rewards.code.hostile import (
+    ADD_CALL,
+    ADD_STDIN,
+    HOSTILE,
+    HURRIED,
+    SLEEPERS,
+    answer,
+    verify_code,
+)
 from tests.waiting import PATIENCE_S, within_some
 
 SUM = "print(sum(map(int, input().split())))"
