@@ -15,6 +15,7 @@ from math import ceil, inf
 from typing import Any, Literal
 
 from keel.agents.conversation import Conversation
+from keel.agents.env_process.process import AgentProgram
 from keel.agents.types import (
     Environment,
     EnvironmentLost,
@@ -108,30 +109,44 @@ POLICY_PHASES = ("call", "reply")
 """The phases in which the policy's actions can crash an environment."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeSettings:
+    """Settings shared by all episodes of a data source."""
+
+    environment: Callable[[], Environment]
+    """Creates the environment of an episode."""
+    chat: Chat
+    budget: Budget
+    shortener: ContextShortener
+    system_prompt: SystemPrompt | None = None
+    program: AgentProgram | None = None
+    """The agent program that requests the policy's turns, or None without one."""
+    crash_is_failure: Collection[str] = ()
+    """Phases (call, reply, verdict) in which losing the environment counts as a failure of the
+    policy."""
+
+
 @dataclass(kw_only=True)
 class Episode:
     """A single episode. It can only be run once."""
 
-    environment: Environment
+    settings: EpisodeSettings
     task: Prompt
-    chat: Chat
     sample: Callable[[TurnRequest], Awaitable[TurnResult]]
     """Samples a turn on an engine. It must not raise ValueError, which would drop the episode."""
-    budget: Budget
-    shortener: ContextShortener
-    system_prompt: SystemPrompt | None = None
     name: str
     sibling: int
     seed: int
     environment_seed: int
     """Seed of the environment, shared by the episodes of a group, so that they get the same
     task."""
-    crash_is_failure: Collection[str] = ()
-    """Phases (call, reply, verdict) in which losing the environment counts as a failure of the
-    policy."""
     usage: Usage = field(default_factory=lambda: Usage(turns=0))
     _calls_run: int = 0
     _conversation: Conversation | None = None
+
+    def __post_init__(self) -> None:
+        self.environment = self.settings.environment()
+        self.budget = self.settings.budget
 
     async def run(self) -> Trajectory | str:
         """Run the episode and close its environment. Returns the trajectory, or the reason if the
@@ -141,7 +156,7 @@ class Episode:
         except NodeLost:
             raise
         except EnvironmentLost as error:
-            is_failure = error.during in self.crash_is_failure
+            is_failure = error.during in self.settings.crash_is_failure
             return self._crashed(str(error)) if is_failure else str(error)
         except (ValueError, OSError) as error:
             return f"{BROKE}{error}"
@@ -151,9 +166,9 @@ class Episode:
 
     async def _open(self) -> Opening:
         opening = await self.environment.open(self.task, seed=self.environment_seed)
-        if self.system_prompt is None:
+        if self.settings.system_prompt is None:
             return opening
-        text = self.system_prompt([tool.name for tool in opening.tools])
+        text = self.settings.system_prompt([tool.name for tool in opening.tools])
         return replace(opening, messages=with_system(text, opening.messages))
 
     async def _close(self) -> None:
@@ -169,7 +184,7 @@ class Episode:
         self._conversation = conversation = Conversation(
             name=self.name,
             prompt_id=self.task.prompt_id,
-            chat=self.chat,
+            chat=self.settings.chat,
             messages=opening.messages,
             tools=opening.tools,
             thinking=self.task.thinking,
@@ -250,7 +265,7 @@ class Episode:
         if room < 1:
             return nearest
         request = conversation.request(
-            max_tokens=min(room, self.shortener.summary_tokens) if is_summary else room,
+            max_tokens=min(room, self.settings.shortener.summary_tokens) if is_summary else room,
             seed=self.seed,
             timeout_s=self.budget.remaining_s(self.usage),
         )
@@ -299,15 +314,15 @@ class Episode:
     async def _shorten_context(self, conversation: Conversation) -> FinishReason | None:
         """Shorten the context if it is nearly full. Returns why the episode ended, or None if it
         continues."""
-        tokens = len(conversation.ids)
-        messages = self.shortener.shorten(
+        shortener, tokens = self.settings.shortener, len(conversation.ids)
+        messages = shortener.shorten(
             conversation.opening, conversation.context, tokens=tokens, rewrites=self.usage.rewrites
         )
         if messages is None:
             return None
         self.usage = self.usage.plus(rewrites=1)
-        if self.shortener.method == "summary":
-            if not self.shortener.fits_summary(tokens):
+        if shortener.method == "summary":
+            if not shortener.fits_summary(tokens):
                 conversation.rewrite(messages)
             conversation.ask(ASK_FOR_SUMMARY)
             turn = await self._sample_turn(conversation, is_summary=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from keel.agents.endpoint.program import AgentProgram, ProgramEpisode
+from keel.agents.endpoint.program import ProgramEpisode
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.env_process.client import ForkServer, ProcessEnvironment
-from keel.agents.env_process.process import EnvironmentProgram
-from keel.agents.episode import Budget, ContextShortener
+from keel.agents.env_process.process import AgentProgram, EnvironmentProgram
+from keel.agents.episode import Budget, ContextShortener, EpisodeSettings
 from keel.agents.mcp_client import McpEnvironment, McpServer
 from keel.agents.types import (
     Environment,
@@ -132,7 +132,7 @@ _TRIAL_S = 60.0
 
 async def try_program(
     program: AgentProgram,
-    environment: Environment,
+    environment: Callable[[], Environment],
     *,
     task: Prompt,
     seed: int,
@@ -162,15 +162,17 @@ async def try_program(
     began = time.monotonic()
     async with Endpoint() as endpoint:
         episode = ProgramEpisode(
-            program=program,
+            settings=EpisodeSettings(
+                environment=environment,
+                chat=chat,
+                budget=replace(budget, turns=turns, timeout_s=timeout_s),
+                shortener=ContextShortener(method="none", window=budget.window, most=0),
+                system_prompt=prompt,
+                program=program,
+            ),
             endpoint=endpoint,
-            environment=environment,
             task=task,
-            chat=chat,
             sample=sample,
-            budget=replace(budget, turns=turns, timeout_s=timeout_s),
-            shortener=ContextShortener(method="none", window=budget.window, most=0),
-            system_prompt=prompt,
             name="keel check",
             sibling=0,
             seed=seed,

@@ -8,17 +8,16 @@ import logging
 import resource
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
-from keel.agents.endpoint.program import AgentProgram, ProgramEpisode
+from keel.agents.endpoint.program import ProgramEpisode
 from keel.agents.endpoint.server import Endpoint
-from keel.agents.episode import Budget, ContextShortener, Episode
-from keel.agents.types import Environment, NodeLost, SystemPrompt
-from keel.rl.turns import Chat, TurnRequest, TurnResult, conversation_of, seed_of
+from keel.agents.episode import Episode, EpisodeSettings
+from keel.agents.types import NodeLost
+from keel.rl.turns import TurnRequest, TurnResult, conversation_of, seed_of
 from keel.rl.types import Group, Prompt, Purpose, Trajectory
 
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
@@ -37,19 +36,6 @@ class _EngineRefused(RuntimeError):
     """Raised inside an episode when an engine rejects a request. The whole group then fails with
     the original ValueError, whereas a ValueError from the episode itself drops only that
     episode."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeSettings:
-    """Settings shared by all episodes of a data source."""
-
-    environment: Callable[[], Environment]
-    chat: Chat
-    budget: Budget
-    shortener: ContextShortener
-    system_prompt: SystemPrompt | None = None
-    program: AgentProgram | None = None
-    crash_is_failure: Collection[str] = ()
 
 
 def environment_seed(seed: int, prompt: Prompt) -> int:
@@ -202,28 +188,18 @@ class EpisodeRunner:
         make_episode: Callable[..., Episode] = Episode
         if settings.program is not None:
             assert self._endpoint is not None
-            make_episode = partial(
-                ProgramEpisode,
-                program=settings.program,
-                endpoint=self._endpoint,
-                starting=self._starting,
-            )
+            make_episode = partial(ProgramEpisode, endpoint=self._endpoint, starting=self._starting)
         reason = ""
         async with self._slots[purpose]:
             for _ in range(_TRIES):
                 episode = make_episode(
-                    environment=settings.environment(),
+                    settings=settings,
                     task=prompt,
-                    chat=settings.chat,
                     sample=sample,
-                    budget=settings.budget,
-                    shortener=settings.shortener,
-                    system_prompt=settings.system_prompt,
                     name=conversation_of(prompt.prompt_id, purpose, version, draw, sibling),
                     sibling=sibling,
                     seed=seed_of(self._seed, version, draw, sibling, prompt.prompt_id),
                     environment_seed=environment_seed(self._seed, prompt),
-                    crash_is_failure=settings.crash_is_failure,
                 )
                 try:
                     return await episode.run()

@@ -30,8 +30,8 @@ import ray
 import torch
 
 from benchmarks.common import arguments, run_facts
-from keel.agents.episode import Budget, ContextShortener
-from keel.agents.runner import EpisodeRunner, EpisodeSettings
+from keel.agents.episode import Budget, ContextShortener, EpisodeSettings
+from keel.agents.runner import EpisodeRunner
 from keel.agents.types import Opening, ToolResult
 from keel.configs.schema import RolloutConfig, SamplingConfig, TinyModelConfig
 from keel.model.tiny.build import build_model

@@ -122,7 +122,7 @@ def run_loop(
         runtime.nodes.say = partial(journal.say, "node")
         learner.say = partial(journal.say, "lost")
         runtime.watchdog.say = partial(journal.say, "frozen")
-        runtime.scorer.tell(view.say)
+        runtime.scorer.report_to(view.say)
         heldout = dataset.heldout if config.run.eval_every >= 0 else {}
 
         def first_message() -> str:

@@ -99,7 +99,8 @@ class Scorer:
         self._reported_counts = Counts()
         self._failures = FailureBudget(max_failure_fraction, say)
 
-    def tell(self, say: Callable[[str], None]) -> None:
+    def report_to(self, say: Callable[[str], None]) -> None:
+        """Call `say` with each line of an error report from now on."""
         self._failures.report = say
 
     def submit(self, group: Group, purpose: Purpose = "train") -> Future[ScoredGroup]:
@@ -115,7 +116,7 @@ class Scorer:
             pending = self._start(group)
         except ValueError as error:
             return failed(ValueError(f"prompt {group.prompt.prompt_id} {error}"))
-        return when_all([*pending.values()], lambda: self._score_drafts(group, pending, purpose))
+        return when_all([*pending.values()], lambda: self._score_group(group, pending, purpose))
 
     def metrics(self) -> dict[str, Metric]:
         """Return the judge's metrics since the last call, or an empty dict without a judge."""
@@ -202,42 +203,7 @@ class Scorer:
     def _submit(self, spec: Mapping[str, Any], texts: Sequence[str]) -> Future[list[_Result]]:
         return cast(Future[list[_Result]], self._pool.submit(spec, texts))
 
-    def _collect_parts(
-        self, group: Group, pending: Mapping[str, Future[list[_Result]]]
-    ) -> list[_Draft]:
-        """Collect all of a group's reward parts. Raises ValueError if its prompt or verdict is
-        invalid."""
-        prompt, weights = group.prompt, self._weights[group.prompt.domain]
-        kind, drafts = prompt.reward.get("kind"), [_Draft(one) for one in group.trajectories]
-        for draft in drafts:
-            if prompt.environment and draft.trajectory.verdict is not None:
-                draft.parts = {**draft.trajectory.verdict.parts, ERROR: 0.0}
-            if prompt.environment and kind == ENVIRONMENT and "correct" not in draft.parts:
-                raise ValueError("its environment's verdict has no part `correct`; return one")
-        for part, future in pending.items():
-            results = future.result()
-            label = (str(prompt.reward.get(key, "")) for key in ("kind", "task", "match"))
-            name = f"correct ({' '.join(filter(None, label))})" if part == "correct" else part
-            errors = [(one.error, one.at) for one in results if isinstance(one, VerifierScore)]
-            self._failures.record(name, prompt.prompt_id, errors, counted=is_function(part))
-            for draft, result in zip(drafts, results, strict=True):
-                draft.add(part, result)
-        for draft in drafts:
-            if kind == FUNCTIONS:
-                graded = {n: w for n, w in weights.items() if is_function(n) and w > 0}
-                total = sum(weight * draft.parts[name] for name, weight in graded.items())
-                draft.parts["correct"] = total / sum(graded.values())
-            if draft.trajectory.verdict is None:
-                text, finished = raw_text(draft.trajectory.messages), not draft.trajectory.cut
-                kept = keeps_format(text, thinking=prompt.thinking, finished=finished)
-                draft.parts["format"] = float(kept)
-            if draft.trajectory.finish_reason == "crash":  # the worst value of every part
-                worst = {name: float(weight < 0) for name, weight in weights.items()}
-                draft.parts, draft.dropped = {**worst, "correct": 0.0, ERROR: 0.0}, ""
-            _check_parts(draft, weights)
-        return drafts
-
-    def _score_drafts(
+    def _score_group(
         self, group: Group, pending: Mapping[str, Future[list[_Result]]], purpose: Purpose
     ) -> ScoredGroup:
         weights = self._weights[group.prompt.domain]
@@ -273,6 +239,41 @@ class Scorer:
             left_out=tuple(draft.trajectory for draft in drafts if draft.dropped),
             notes_G=notes if any(notes) else (),
         )
+
+    def _collect_parts(
+        self, group: Group, pending: Mapping[str, Future[list[_Result]]]
+    ) -> list[_Draft]:
+        """Collect all of a group's reward parts. Raises ValueError if its prompt or verdict is
+        invalid."""
+        prompt, weights = group.prompt, self._weights[group.prompt.domain]
+        kind, drafts = prompt.reward.get("kind"), [_Draft(one) for one in group.trajectories]
+        for draft in drafts:
+            if prompt.environment and draft.trajectory.verdict is not None:
+                draft.parts = {**draft.trajectory.verdict.parts, ERROR: 0.0}
+            if prompt.environment and kind == ENVIRONMENT and "correct" not in draft.parts:
+                raise ValueError("its environment's verdict has no part `correct`; return one")
+        for part, future in pending.items():
+            results = future.result()
+            label = (str(prompt.reward.get(key, "")) for key in ("kind", "task", "match"))
+            name = f"correct ({' '.join(filter(None, label))})" if part == "correct" else part
+            errors = [(one.error, one.at) for one in results if isinstance(one, VerifierScore)]
+            self._failures.record(name, prompt.prompt_id, errors, counted=is_function(part))
+            for draft, result in zip(drafts, results, strict=True):
+                draft.add(part, result)
+        for draft in drafts:
+            if kind == FUNCTIONS:
+                graded = {n: w for n, w in weights.items() if is_function(n) and w > 0}
+                total = sum(weight * draft.parts[name] for name, weight in graded.items())
+                draft.parts["correct"] = total / sum(graded.values())
+            if draft.trajectory.verdict is None:
+                text, finished = raw_text(draft.trajectory.messages), not draft.trajectory.cut
+                kept = keeps_format(text, thinking=prompt.thinking, finished=finished)
+                draft.parts["format"] = float(kept)
+            if draft.trajectory.finish_reason == "crash":  # the worst value of every part
+                worst = {name: float(weight < 0) for name, weight in weights.items()}
+                draft.parts, draft.dropped = {**worst, "correct": 0.0, ERROR: 0.0}, ""
+            _check_parts(draft, weights)
+        return drafts
 
 
 def _check_parts(draft: _Draft, weights: Mapping[str, float]) -> None:

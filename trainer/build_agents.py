@@ -10,17 +10,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from keel.agents.endpoint.program import AgentProgram, resolve_command
+from keel.agents.endpoint.program import resolve_command
 from keel.agents.env_process.client import ForkServer, ProcessEnvironment
-from keel.agents.env_process.process import KEEL, EnvironmentProgram, EnvSandbox
+from keel.agents.env_process.process import (
+    KEEL,
+    AgentProgram,
+    EnvironmentProgram,
+    EnvSandbox,
+)
 from keel.agents.environments.interpreter import CELL_S, ENDING_S, split_call_time
-from keel.agents.episode import POLICY_PHASES, Budget, ContextShortener
+from keel.agents.episode import POLICY_PHASES, Budget, ContextShortener, EpisodeSettings
 from keel.agents.mcp_client import McpEnvironment, McpServer
 from keel.agents.probe import try_environment, try_program
 from keel.agents.runner import (
     PURPOSES,
     EpisodeRunner,
-    EpisodeSettings,
     SubmitTurn,
     environment_seed,
     raise_file_limit,
@@ -134,7 +138,7 @@ async def _try_source(
     if (driver := _agent_program(config, source)) is not None:
         notes[f"{source.name}, its program"] = await try_program(
             driver,
-            environment_factory(config, source)(),
+            environment_factory(config, source),
             task=task,
             seed=seed,
             chat=chat,

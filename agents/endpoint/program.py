@@ -7,8 +7,7 @@ import os
 import re
 import shlex
 import shutil
-import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from keel.agents.env_process.process import (
     BASE_ENV,
     READABLE,
     START,
+    AgentProgram,
     ChildProcess,
-    ProcessSettings,
     encode_line,
     launch,
 )
@@ -29,40 +28,7 @@ from keel.agents.episode import Episode
 from keel.agents.types import EnvironmentLost
 from keel.rl.types import ENVIRONMENT, PROGRAM, Prompt, Trajectory, Verdict
 
-_RESERVED_ENV = (
-    *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY"),
-    *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "KEEL_MCP_URL"),
-)
 _FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_][\w.]*")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentProgram(ProcessSettings):
-    """Settings for running an agent program, shared by all trajectories."""
-
-    command: Sequence[str]
-    """The command line. `{prompt}` is replaced by the last user message, and `{prompt_file}` by the
-    path of a file that contains it."""
-    python: str = sys.executable
-    memory_mib: int | None = None
-    tells_reward: bool = False
-    """Include the inputs of the reward, such as the right answer, in KEEL_TASK. The policy may be
-    able to read them there."""
-    drop_failures: bool = False
-    """Drop the trajectory if its program fails. Otherwise, this counts as a failure of the
-    policy."""
-    judges: bool = True
-    """Use the verdict that the program writes. A policy that can run commands could forge it."""
-
-    def __post_init__(self) -> None:
-        ProcessSettings.__post_init__(self)
-        if reserved := [name for name in self.env if name in _RESERVED_ENV]:
-            raise ValueError(f"agent program: env must not set {reserved[0]}, which Keel sets")
-
-    @property
-    def name(self) -> str:
-        is_function = str(START) in self.command
-        return self.command[-1] if is_function else self.command[0]
 
 
 def resolve_command(program: str, *, python: str, folder: Path) -> list[str]:
@@ -173,13 +139,17 @@ class ProgramEpisode(Episode):
     its first turn, the episode ends with `crash`. If the endpoint failed first, the episode is
     dropped."""
 
-    program: AgentProgram
     endpoint: Endpoint
     starting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     """Limits how many programs start up at the same time. A program is starting up until it
     requests its first turn."""
     ended: _ProgramResult | None = None
     recorder: TrajectoryRecorder | None = None
+
+    @property
+    def program(self) -> AgentProgram:
+        assert self.settings.program is not None
+        return self.settings.program
 
     async def _run(self) -> Trajectory | str:
         opening = await self._open()
@@ -189,7 +159,7 @@ class ProgramEpisode(Episode):
         self.recorder = recorder = TrajectoryRecorder(
             name=self.name,
             prompt_id=self.task.prompt_id,
-            chat=self.chat,
+            chat=self.settings.chat,
             sample=self.sample,
             thinking=self.task.thinking,
             seed=self.seed,

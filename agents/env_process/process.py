@@ -1,4 +1,4 @@
-"""The settings of an environment's program, and its process. Processes exchange JSON lines with
+"""The settings of the programs of episodes, and their processes. Processes exchange JSON lines with
 Keel and are killed together with their descendants. One event loop manages hundreds of them. Each
 needs a few file descriptors and no thread."""
 
@@ -439,3 +439,38 @@ class EnvironmentProgram(ProcessSettings):
         file = self.where / self.target.partition(":")[0]
         files = [file] if file.name.endswith(".py") and file.is_file() else []
         return (*READABLE, self.where, *files)
+
+
+_RESERVED_ENV = (
+    *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY"),
+    *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "KEEL_MCP_URL"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentProgram(ProcessSettings):
+    """Settings for running an agent program, shared by all trajectories."""
+
+    command: Sequence[str]
+    """The command line. `{prompt}` is replaced by the last user message, and `{prompt_file}` by the
+    path of a file that contains it."""
+    python: str = sys.executable
+    memory_mib: int | None = None
+    tells_reward: bool = False
+    """Include the inputs of the reward, such as the right answer, in KEEL_TASK. The policy may be
+    able to read them there."""
+    drop_failures: bool = False
+    """Drop the trajectory if its program fails. Otherwise, this counts as a failure of the
+    policy."""
+    judges: bool = True
+    """Use the verdict that the program writes. A policy that can run commands could forge it."""
+
+    def __post_init__(self) -> None:
+        ProcessSettings.__post_init__(self)
+        if reserved := [name for name in self.env if name in _RESERVED_ENV]:
+            raise ValueError(f"agent program: env must not set {reserved[0]}, which Keel sets")
+
+    @property
+    def name(self) -> str:
+        is_function = str(START) in self.command
+        return self.command[-1] if is_function else self.command[0]

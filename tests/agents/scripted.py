@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from keel.agents.episode import Budget, ContextShortener, Episode
+from keel.agents.episode import Budget, ContextShortener, Episode, EpisodeSettings
 from keel.agents.types import (
     Environment,
     EnvironmentLost,
@@ -193,16 +193,18 @@ def play(
     crash_is_failure: Collection[str] = (),
 ) -> Trajectory | str:
     episode = Episode(
-        environment=environment,
+        settings=EpisodeSettings(
+            environment=lambda: environment,
+            chat=form or CHAT,
+            budget=budget,
+            shortener=context,
+            crash_is_failure=crash_is_failure,
+        ),
         task=replace(TASK, thinking=thinking),
-        chat=form or CHAT,
         sample=policy.sample,
-        budget=budget,
-        shortener=context,
         name="c",
         sibling=0,
         seed=5,
         environment_seed=7,
-        crash_is_failure=crash_is_failure,
     )
     return result_of(episode.run(), within_s=PATIENCE_S)

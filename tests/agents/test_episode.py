@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.agents.episode import ContextShortener, _Method
-from keel.agents.runner import EpisodeRunner, EpisodeSettings
+from keel.agents.episode import ContextShortener, EpisodeSettings, _Method
+from keel.agents.runner import EpisodeRunner
 from keel.agents.types import NodeLost, ToolResult
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.turns import Message, ToolCall, TurnRequest, TurnResult

@@ -27,7 +27,8 @@ from keel.agents.endpoint.program import (
 from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.requests import read_request
 from keel.agents.endpoint.server import Endpoint, McpTools
-from keel.agents.runner import EpisodeRunner, EpisodeSettings
+from keel.agents.episode import EpisodeSettings
+from keel.agents.runner import EpisodeRunner
 from keel.agents.types import NoEnvironment
 from keel.rewards.sandbox.environments import find_runtime
 from keel.rl.turns import TurnRequest, TurnResult
