@@ -28,6 +28,10 @@ from keel.rl.metrics import Mean
 _CONNECT_TIMEOUT_S = 10.0
 _BACKOFF_S = 0.5  # delay before the first retry. It doubles with every further retry.
 _MAX_PAUSE_S = 30.0
+_MAX_FAILURES = 8
+"""Number of calls in a row that a server may fail before the other servers take its requests."""
+_REST_S = 300.0
+"""Seconds until such a server gets another request, to find out whether it works again."""
 _RETRIED = frozenset({408, 409, 425})  # HTTP statuses that are retried, in addition to 429 and 5xx
 _TOO_LONG_STATUSES = frozenset({400, 413, 422})
 _TOO_LONG = re.compile(
@@ -96,7 +100,14 @@ class _Backend:
     url: str = ""
     client: AsyncOpenAI | None = None
     calls: int = 0
+    failures: int = 0  # failed calls since the last successful one
+    rests_until: float = 0.0
+    lost: str = ""  # why the server could not be restarted
     lookup: asyncio.Task[None] | None = None  # finds the URL; calls wait for it
+
+    @property
+    def failing(self) -> bool:
+        return self.failures >= _MAX_FAILURES
 
 
 class JudgeEndpoint:
@@ -178,8 +189,9 @@ class JudgeEndpoint:
         """Wait until all servers are up, and return how many there are. Raises RewardStopped if a
         server fails."""
         await asyncio.gather(*(self._start_lookup(backend) for backend in self._backends))
-        if self._stopped:
-            raise RewardStopped(self._stopped)
+        lost = (backend.lost for backend in self._backends if backend.lost)
+        if reason := self._stopped or next(lost, ""):
+            raise self.stop(reason)
         return len(self._backends)
 
     def _connect(self, backend: _Backend, url: str) -> None:
@@ -208,21 +220,34 @@ class JudgeEndpoint:
                 self.counts.restarts += bool(backend.url)
                 self._connect(backend, url)
         except Exception as error:  # Ray's errors and timeouts as well
-            self.stop(str(error) or repr(error))
+            backend.url, backend.lost = "", str(error) or repr(error)
+            if all(each.lost for each in self._backends):
+                self.stop(backend.lost)
+            else:
+                log.warning("the other judge servers go on without one: %s", backend.lost)
         backend.lookup = None
         async with self._changed:
             self._changed.notify_all()
 
     def _choose(self, avoided: _Backend | None) -> _Backend | None:
         """Return the server with the fewest calls in flight, or None if all servers are full or
-        down. `avoided` is chosen only if no other server is free."""
-        ready: list[_Backend] = []
+        down. `avoided` is chosen only if no other server is free. Failing servers get one call at a
+        time after a rest, unless all servers are failing."""
+        running: list[_Backend] = []
         for backend in self._backends:
-            if not backend.url:
+            if backend.url and not backend.lookup:
+                running.append(backend)
+            elif not backend.url and not backend.lost:
                 self._start_lookup(backend)
-            elif not backend.lookup and backend.calls < self._settings.max_concurrent:
-                ready.append(backend)
-        return min(ready, key=lambda one: (one is avoided, one.calls), default=None)
+        if not all(backend.failing for backend in running):
+            now = time.monotonic()
+            running = [
+                backend
+                for backend in running
+                if not backend.failing or (not backend.calls and now >= backend.rests_until)
+            ]
+        free = [backend for backend in running if backend.calls < self._settings.max_concurrent]
+        return min(free, key=lambda one: (one is avoided, one.calls), default=None)
 
     @asynccontextmanager
     async def _acquire_server(self, avoided: _Backend | None) -> AsyncGenerator[_Backend]:
@@ -240,8 +265,9 @@ class JudgeEndpoint:
             yield backend
         finally:
             backend.calls -= 1
+            everyone = self._stopped or backend.failing or backend.lookup
             async with self._changed:
-                self._changed.notify(len(self._in_flight) if self._stopped else 1)
+                self._changed.notify(len(self._in_flight) if everyone else 1)
 
     async def _attempts(self, question: Question[Any], key: str) -> str:
         attempt, backend = 0, None
@@ -251,10 +277,12 @@ class JudgeEndpoint:
                 try:
                     messages = question.messages(new_fence())
                     content = await self._call(backend, question, messages)
+                    backend.failures = 0
                     self._cache.put(key, content)
                     self._log_chat(messages, content)
                     return content
                 except JudgeError as error:
+                    self._count_failure(backend, error)
                     attempt += 1
                     if not error.retry or attempt > self._settings.retries:
                         raise
@@ -262,6 +290,15 @@ class JudgeEndpoint:
                     pause = _BACKOFF_S * 2 ** min(attempt - 1, 10)
                     pause *= random.uniform(0.5, 1.5)
                     await asyncio.sleep(min(max(pause, error.after_s), _MAX_PAUSE_S))
+
+    def _count_failure(self, backend: _Backend, error: JudgeError) -> None:
+        if not error.retry or error.kind == "busy":  # the server works
+            return
+        backend.failures += 1
+        if backend.failing and len(self._backends) > 1:
+            if time.monotonic() >= backend.rests_until:
+                log.warning("a judge server failed %d calls: %s", backend.failures, error)
+            backend.rests_until = time.monotonic() + _REST_S
 
     def _log_chat(self, messages: list[dict[str, str]], reply: str) -> None:
         """Append a chat in the format of `keel sft`. Each chat is appended in a single write,
@@ -305,7 +342,7 @@ class JudgeEndpoint:
             return content
         except (TimeoutError, openai.APIError, BadReply) as error:
             failure = self._failure(error)
-            if backend.server and failure.kind in ("timeout", "unreachable"):
+            if backend.server and not backend.lost and failure.kind in ("timeout", "unreachable"):
                 self._start_lookup(backend)  # its machine may be gone
             raise failure from error
         finally:

@@ -303,6 +303,42 @@ def test_other_servers_take_the_requests_while_one_restarts() -> None:
             assert (len(first.requests), len(second.requests)) == (1, 7)
 
 
+def test_other_servers_go_on_without_a_lost_one() -> None:
+    config = settings("http://unused", base_url="", serve=True)
+    with running(good) as fine:
+        servers = [Moving("http://127.0.0.1:9/v1"), Moving(*[fine.url] * 9)]
+        with JudgeService(config, servers=servers) as service:
+            for number in range(6):
+                judged(service, f"blue {number}")
+            wait_for(lambda: service._endpoint._backends[0].lost)
+            judged(service, "green")
+        assert len(fine.requests) == 7
+        with (
+            JudgeService(config, servers=[Moving(), Moving(fine.url)]) as service,
+            pytest.raises(RewardStopped, match="died"),
+        ):
+            service.check_reachable()
+
+
+@pytest.mark.parametrize("broken", [says("garbage"), Reply("", hang_up=True), Reply("", 500)])
+def test_failing_server_rests(monkeypatch: pytest.MonkeyPatch, broken: Reply) -> None:
+    monkeypatch.setattr("keel.rewards.judge.client._MAX_FAILURES", 2)
+    monkeypatch.setattr("keel.rewards.judge.client._BACKOFF_S", 0.001)
+    config = settings("http://unused", base_url="", serve=True, max_concurrent=1)
+    with running(lambda _: broken) as failing, running(good) as fine:
+        servers = [Moving(*[failing.url] * 99), Moving(*[fine.url] * 99)]
+        with JudgeService(config, servers=servers) as service:
+            for number in range(8):
+                judged(service, f"blue {number}")
+            assert (len(failing.requests), len(fine.requests)) == (2, 8)
+            failing.behave = good
+            for backend in service._endpoint._backends:
+                backend.rests_until = 0.0
+            for number in range(8):
+                judged(service, f"red {number}")
+            assert len(failing.requests) > 4, "it works again"
+
+
 def test_a_retry_leaves_a_failing_server() -> None:
     config = settings("http://unused", base_url="", serve=True, retries=1)
     with running(lambda _: (500, "down")) as failing, running(good) as fine:
