@@ -25,7 +25,7 @@ def test_slices_are_equal_and_ordered(tokens: int, size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_targets_follow_their_hidden_states(size: int) -> None:
-    (batch,) = pack(random_groups(3), ranks=1, micro_batch_tokens=40)
+    (batch,) = pack(random_groups(3), replicas=1, micro_batch_tokens=40)
     for row in batch.micro_batches:
         whole = HeadInputs.of(row)
         tokens = len(row.token_ids_N)

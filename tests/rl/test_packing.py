@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,18 +118,6 @@ def test_trajectories_stay_whole_within_capacity(seed, replicas, capacity) -> No
     for sizes in pieces.values():
         assert sizes == [0] or (len(sizes) > 1 and sum(sizes) > capacity)
     assert batches[0].split_sequences == sum(sizes != [0] for sizes in pieces.values())
-
-
-@settings(max_examples=15)
-@given(SEEDS, st.integers(1, 5), st.integers(1, 80), st.booleans())
-def test_packing_does_not_change_the_gradient(seed, replicas, capacity, skip) -> None:
-    groups = random_groups(seed)
-    loss, expected = gradient(pack(groups, replicas=1, micro_batch_tokens=10**6))
-    batches = pack(groups, replicas=replicas, micro_batch_tokens=capacity, skip_uniform_groups=skip)
-    found_loss, actual = gradient(batches)
-    assert found_loss == pytest.approx(loss, abs=1e-12)
-    torch.testing.assert_close(actual, expected)
-    assert expected.any() or not any(g.advantages_G.any() for g in groups)
 
 
 def test_skipping_omits_only_idle_groups() -> None:
