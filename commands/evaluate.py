@@ -410,7 +410,8 @@ def _sample_prompts(
                     if len(scored) < len(groups):
                         unfinished.append((prompt, groups))
                         continue
-                    if not _to_be_retried(scored):
+                    dropped = [reason for group in scored for reason in group.group.dropped]
+                    if not any(reason.removeprefix(BROKE).startswith(LATER) for reason in dropped):
                         record(prompt, scored)
                     finished += 1
                 in_flight = unfinished
@@ -423,11 +424,6 @@ def _sample_prompts(
         for _, groups in in_flight:
             for group in groups:
                 group.cancel()
-
-
-def _to_be_retried(groups: Sequence[ScoredGroup]) -> bool:
-    dropped = [reason for group in groups for reason in group.group.dropped]
-    return any(reason.removeprefix(BROKE).startswith(LATER) for reason in dropped)
 
 
 def extract_answer(trajectory: Trajectory) -> str:

@@ -22,7 +22,9 @@ import yaml
 
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError, JudgeConfig, RunConfig
+from keel.data.conversations.forms import parse_chat
 from keel.data.results import align_columns
+from keel.data.rows import parse_object, read_lines
 from keel.model.hub import download
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import JudgeError, Judgement, ServedJudge, judged_spec
@@ -87,32 +89,27 @@ def _read_answers(path: Path, rubric: Path | None = None) -> list[_Answer]:
     common: Mapping[str, Any] | None = None
     if rubric is not None:
         try:
-            content: Any = yaml.safe_load(_read_text(rubric))
+            content: Any = yaml.safe_load(rubric.read_text(encoding="utf-8-sig"))
             if isinstance(content, list):
                 content = {"criteria": cast(list[Any], content)}
             if not isinstance(content, dict):
                 raise ValueError("must hold `criteria: …`")
             common = {"kind": "rubric", **cast(dict[str, Any], content)}
             judged_spec(common)
-        except (yaml.YAMLError, ValueError) as error:
+        except (OSError, yaml.YAMLError, ValueError) as error:
             raise ValueError(f"{rubric}: {error}") from error
     answers: list[_Answer] = []
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
-        if line.strip():
-            try:
-                answers.append(_parse_answer(line, str(number), common))
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}:{number}: {error}") from error
+    for number, line in read_lines(path, "file"):
+        try:
+            answers.append(_parse_answer(parse_object(line)[0], str(number), common))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from error
     if not answers:
         raise ValueError(f"{path}: the file has no answers")
     return answers
 
 
-def _parse_answer(line: str, number: str, common: Mapping[str, Any] | None) -> _Answer:
-    record: Any = json.loads(line)
-    if not isinstance(record, dict):
-        raise ValueError("must be an object")
-    fields = cast(dict[str, Any], record)
+def _parse_answer(fields: dict[str, Any], number: str, common: Mapping[str, Any] | None) -> _Answer:
     for key in fields:  # other columns are ignored, but not a misspelt name
         if key not in _KEYS and (near := difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.8)):
             raise ValueError(f"unknown key {key!r}; did you mean {near[0]}?")
@@ -132,22 +129,13 @@ def _parse_answer(line: str, number: str, common: Mapping[str, Any] | None) -> _
     answer, thinking = fields.get("answer"), fields.get("thinking", "")
     if not isinstance(answer, str) or not isinstance(thinking, str):
         raise ValueError("`answer` must be text, and so must `thinking`, if there is any")
-    messages: Any = fields.get("messages") or [{"role": "user", "content": fields.get("prompt")}]
-    turns = cast(list[dict[str, Any]], messages)
-    if not isinstance(messages, list) or not all(
-        isinstance(cast(Any, turn), dict) and isinstance(turn.get("content"), str) for turn in turns
-    ):
+    if not {"prompt", "messages"} & fields.keys():
         raise ValueError("needs `prompt`, a text, or `messages` with `role` and `content`")
+    question = [{"role": "user", "content": fields.get("prompt")}]
+    messages = parse_chat(fields.get("messages") or question)
     label = str(fields.get("id", number))
-    prompt = Prompt(prompt_id=label, domain="judge", messages=tuple(turns), reward=reward)
+    prompt = Prompt(prompt_id=label, domain="judge", messages=tuple(messages), reward=reward)
     return _Answer(prompt, answer, thinking)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _judge_answers(

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
+from keel.configs.sections.data import ROWS
 from keel.data.items import Item, Loaded, digest, first_lines, make_prompt
 from keel.data.jsonl import load_jsonl
 from keel.data.procedural import load_reasoning_gym
@@ -146,7 +147,7 @@ def _split(
     questions = [item.question for item in short]
     # Generated items are independent, so the first ones are held out; they stay the same if the
     # source grows. Files may be sorted, so their questions are chosen by hash.
-    if source.has_rows:
+    if source.source in ROWS:
         questions.sort(key=lambda question: digest(f"{seed}/{source.name}/{question}"))
     heldout = set(questions[:holdout])
     return _Split(

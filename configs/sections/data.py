@@ -223,10 +223,6 @@ class SourceConfig(Section):
             self.require(ok, f"budget.{name}", "needs an environment")
 
     @property
-    def has_rows(self) -> bool:
-        return self.source in ROWS
-
-    @property
     def template_text(self) -> str:
         return f"{{prompt}}\n{BOXED}" if self.template == "boxed" else self.template
 
@@ -268,12 +264,7 @@ class DataConfig(Section, path="data"):
         among = " in data.train_on" * bool(self.train_on)
         rule = f"at least one source needs a weight above 0{among}"
         require(trained, "data.sources", names, rule)
-        shared = {
-            "rewards": self.rewards_by_domain,
-            "length": self.lengths_by_domain,
-            "budget": self.budgets_by_domain,
-            "teacher": self.teachers_by_domain,
-        }
+        first = {source.domain_name: source for source in reversed(self.sources)}
         for source in self.sources:
             domain = source.domain_name
             others = (source.length.linear, source.length.overlong, source.kl_coef)
@@ -283,10 +274,9 @@ class DataConfig(Section, path="data"):
                 "every weight is 0, so every advantage would be 0. Give a part a weight, or set "
                 "holdout: all for a source that is only evaluated",
             )
-            for name, by_domain in shared.items():
-                same = getattr(source, name) == by_domain[domain]
+            for name in ("rewards", "length", "budget", "teacher"):
                 source.require(
-                    same,
+                    getattr(source, name) == getattr(first[domain], name),
                     name,
                     f"differs from another source of domain {domain!r}. Use the same {name} or a "
                     "separate domain",

@@ -8,27 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from keel.model import ray_timeouts
-from keel.rl.types import (
-    Group,
-    Prompt,
-    SamplingMasks,
-    ScoredGroup,
-    Segment,
-    Trajectory,
-    Usage,
-    Verdict,
-)
+from keel.rl.types import ScoredGroup, Segment
 
 BATCHES = "nonfinite"  # the folder's name
 _MAX_FILES = 8
-_TYPES = {
-    kind.__name__: kind
-    for kind in (ScoredGroup, Group, Prompt, Trajectory, Segment, SamplingMasks, Verdict, Usage)
-}
 _TEXT = "text"
 
 
@@ -69,7 +57,10 @@ def read_batch(path: Path) -> tuple[list[ScoredGroup], list[str]]:
     try:
         with np.load(path, allow_pickle=False) as file:
             content = json.loads(bytes(file[_TEXT]))
-            return _decode(content["groups"], file), content["findings"]
+            groups = msgspec.convert(
+                content["groups"], list[ScoredGroup], dec_hook=lambda _, name: file[name]
+            )
+            return groups, content["findings"]
     except (OSError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: not a saved batch ({error})") from error
 
@@ -80,35 +71,18 @@ def _write_array(file: zipfile.ZipFile, name: str, value: NDArray[Any]) -> None:
 
 
 def _encode(value: Any, file: zipfile.ZipFile) -> Any:
-    """Convert a value to JSON and write its arrays to `file`."""
+    """Convert a value to JSON and write its arrays to `file`, which leaves their names."""
     if isinstance(value, np.ndarray):
         name = f"array_{len(file.filelist)}"
         _write_array(file, name, value)
-        return {"array": name}
+        return name
     if dataclasses.is_dataclass(value):
         if isinstance(value, Segment) and value.stored:
             value = value.loaded(ray_timeouts.fetch(value.keys, seconds=ray_timeouts.CALL_S))
         names = [field.name for field in dataclasses.fields(value)]
-        fields = {name: _encode(getattr(value, name), file) for name in names}
-        return {"type": type(value).__name__, "fields": fields}
+        return {name: _encode(getattr(value, name), file) for name in names}
     if isinstance(value, Mapping):
-        return {"map": {str(key): _encode(item, file) for key, item in value.items()}}
+        return {str(key): _encode(item, file) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_encode(item, file) for item in value]}
+        return [_encode(item, file) for item in value]
     return value.item() if isinstance(value, np.generic) else value
-
-
-def _decode(value: Any, arrays: Mapping[str, NDArray[Any]]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    if "array" in value:
-        return arrays[value["array"]]
-    if "type" in value:
-        fields = {name: _decode(item, arrays) for name, item in value["fields"].items()}
-        return _TYPES[value["type"]](**fields)
-    if "map" in value:
-        return {name: _decode(item, arrays) for name, item in value["map"].items()}
-    (kind,) = value
-    items = [_decode(item, arrays) for item in value[kind]]
-    return items if kind == "list" else tuple(items)

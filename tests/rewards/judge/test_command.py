@@ -63,7 +63,7 @@ def test_a_rubric_for_all_lines(tmp_path: Path) -> None:
     [
         *(("{", ""), ("[]", "object"), ({"prompt": "p"}, "`criteria`")),
         *(({**LINE, "answr": "x"}, "answer"), ({"prompt": "p", "criteria": [BLUE]}, "`answer`")),
-        ({"answer": "a", "messages": [3], "criteria": [BLUE]}, "`messages`"),
+        ({"answer": "a", "messages": [3], "criteria": [BLUE]}, "`messages"),
     ],
 )
 def test_bad_lines_are_named_before_any_call(tmp_path: Path, line: Any, match: str) -> None:

@@ -227,7 +227,7 @@ def batch() -> list[Any]:
     first = replace(
         trajectory(segment(3, 4, kept=True), segment(2, 5, kept=True)),
         messages=messages,
-        verdict=Verdict(parts={"correct": 0.5}, facts={"seen": (1, 2)}),
+        verdict=Verdict(parts={"correct": 0.5}, facts={"seen": [1, 2]}),
         usage=Usage(turns=2, tools_s=0.25),
     )
     return [scored([first, trajectory(segment(3, 4, routes=True), sibling=1)], [0.0, 1.0])]
