@@ -118,7 +118,7 @@ def train(
             others.insert(0, f"{_SOURCES}={yaml_line([{**_SOURCE, 'path': _PASSED}])}")
         path = recipe if not isinstance(recipe, Mapping) else _write_recipe(recipe, others)
         if prompts is not None:
-            folder = Path(load_config(path, others).run.dir).expanduser()
+            folder = load_config(path, others).run.folder
             file = _write_hashed(folder / _PASSED, _as_jsonl(prompts), "prompts.jsonl")
             source = {**_SOURCE, "path": str(file), "holdout": int(holdout)}
             overrides.insert(0, f"{_SOURCES}={yaml_line([source])}")
@@ -227,7 +227,7 @@ def _write_recipe(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
         path = Path(there, "recipe.yaml")
         path.write_text(text, encoding="utf-8")
         try:
-            folder = Path(load_config(path, overrides).run.dir).expanduser()
+            folder = load_config(path, overrides).run.folder
         except ConfigError as error:
             raise ConfigError(str(error).replace(str(path), "keel.train(recipe={…})")) from error
     return _write_hashed(folder / _PASSED, text, "recipe.yaml")

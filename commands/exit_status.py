@@ -4,7 +4,6 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 
 from ray.exceptions import RayError
 
@@ -67,7 +66,7 @@ def exit_status(arguments: Namespace, run: Callable[[], int | None]) -> int:
 def _saved(arguments: Namespace) -> str:
     if arguments.command not in ("train", "sft", "pretrain"):
         return "finished results are saved"
-    folder = Path(load_config(arguments.recipe, arguments.override).run.dir).expanduser()
+    folder = load_config(arguments.recipe, arguments.override).run.folder
     if newest := checkpoint.latest(folder / "checkpoints"):
         return f"{_RESUMES} from {newest.name}"
     return "nothing was saved yet, so the same command starts over"

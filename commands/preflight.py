@@ -31,7 +31,7 @@ def check_quickly(config: Config, command: str, later: Collection[Path] = ()) ->
     supervised = command in ("sft", "pretrain")
     if supervised and not config.sft.sources:
         raise ConfigError("sft.sources: needs at least one source (docs/sft.md, docs/pretrain.md)")
-    folder = Path(config.run.dir).expanduser()
+    folder = config.run.folder
     if folder.is_file():
         raise ConfigError(f"run.dir = {folder}: is a file. Choose another folder")
     if (supervised or command == "train") and (why := unwritable(folder)):
@@ -74,7 +74,7 @@ def check_resume(config: Config, auto: Collection[str]) -> None:
     """Check that `keel train` can resume the run in `run.dir` with the current knobs. Raises
     ConfigError if a knob that must stay the same has changed. `auto` lists the knobs that were
     chosen for the hardware."""
-    folder = Path(config.run.dir).expanduser()
+    folder = config.run.folder
     saved = folder / "config.yaml"
     begun = saved.is_file() and any(folder.glob("checkpoints/step_*"))
     if not begun or config.run.resume == "never":

@@ -19,7 +19,7 @@ from keel.configs.diff import is_resumable
 from keel.configs.distillation import DistillConfig
 from keel.configs.paths import HARDWARE, RECIPES, shipped_recipes, suggest_recipe
 from keel.configs.schema import AUTO, AUTO_KNOBS, Config
-from keel.configs.sections.base import ConfigError, Section
+from keel.configs.sections.base import ConfigError, Section, format_bounds
 from keel.configs.synthesis import SynthesisConfig, affects_tasks
 
 _Recipe = Literal["train", "distill", "synthesize"]
@@ -175,7 +175,7 @@ def _sections(recipe: _Recipe, cls: type, path: str, about: str = "") -> Iterato
             nested.append(_sections(recipe, inner, here + "[]" * (origin is tuple), text))
             continue
         auto = recipe == "train" and here in AUTO_KNOBS
-        allowed = str(field.metadata.get("bounds", "")).replace(">=", "≥").replace("<=", "≤")
+        allowed = format_bounds(field.metadata).replace(">=", "≥").replace("<=", "≤")
         default = "" if field.default is MISSING else _yaml(field.default)
         if field.default_factory is not MISSING:
             default = _yaml(field.default_factory())

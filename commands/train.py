@@ -261,7 +261,7 @@ def check(recipe: str, overrides: Sequence[str]) -> int:
 
 
 def _check_writable(task: Task | SftTask) -> list[str]:
-    path = Path(task.config.run.dir).expanduser()
+    path = task.config.run.folder
     if not (why := unwritable(path)):
         return []
     if task.hardware.found:

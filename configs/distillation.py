@@ -10,7 +10,7 @@ from keel.configs.sections.base import Section, knob, require, require_unique
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpecialistConfig(Section):
+class SpecialistConfig(Section, path="specialists[{self.name}]"):
     """Settings for a model trained with `recipe` on some of the recipe's sources."""
 
     name: str
@@ -20,9 +20,6 @@ class SpecialistConfig(Section):
     specialist teaches."""
     overrides: tuple[str, ...] = ()
     """Overrides for this specialist's recipe, such as `[run.steps=200]`."""
-
-    def full_path(self) -> str:
-        return f"specialists[{self.name}]"
 
     def check(self) -> None:
         ok = bool(re.fullmatch(r"[\w+-]+", self.name))

@@ -155,7 +155,7 @@ class EvaluationFolder(WorkFolder):
 
     def __init__(self, config: Config, policy: str, name: str) -> None:
         """Choose the folder. Raises ConfigError if `eval.dir` holds another evaluation."""
-        under = Path(config.run.dir).expanduser() / "eval" / name
+        under = config.run.folder / "eval" / name
         path = Path(config.eval.dir).expanduser() if config.eval.dir else under
         super().__init__(path, "eval.dir", "evaluation")
         variants = json.dumps([asdict(one) for one in config.eval.each_variant])

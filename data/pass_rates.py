@@ -89,7 +89,7 @@ class FilterFolder(WorkFolder):
     def __init__(
         self, config: Config, prompts: Mapping[str, Sequence[Prompt]], policy: str
     ) -> None:
-        run = Path(config.run.dir).expanduser()
+        run = config.run.folder
         path = Path(config.filter.dir).expanduser() if config.filter.dir else run / "filter"
         super().__init__(path, "filter.dir", "filter")
         self._filter = config.filter

@@ -146,7 +146,7 @@ class Learner:
         seconds = self._config.run.startup_timeout_s
         deadline = _CallDeadline("the trainer's start", seconds, "run.startup_timeout_s")
         self._locations = self._call_all("location", deadline=deadline)
-        mark = Path(self._config.run.dir).expanduser().absolute() / MARK
+        mark = self._config.run.folder.absolute() / MARK
         texts = self._call_all("read_text", str(mark), deadline=deadline) if mark.exists() else []
         for rank, text in enumerate(texts):
             if text != mark.read_text():

@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
@@ -171,7 +170,7 @@ def _total_steps(config: Config, batches: Batches) -> int:
     checkpoint are counted rather than estimated, because the last batch of an earlier epoch may
     have been smaller."""
     beginning, done = batches.position(), 0
-    if newest := latest_complete(Path(config.run.dir).expanduser() / "checkpoints"):
+    if newest := latest_complete(config.run.folder / "checkpoints"):
         with suppress(ValueError, LookupError, TypeError):  # resuming reports it
             state = read_state(newest)
             batches.restore(state.cursor)

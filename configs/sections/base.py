@@ -1,10 +1,10 @@
 """`ConfigError`, bounds for knobs, and the base class of all sections."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from operator import attrgetter
+from operator import attrgetter, ge, gt, le, lt
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -19,50 +19,25 @@ class ConfigError(ValueError):
         super().__init__("".join(c if c.isprintable() or c in "\n\t" else "�" for c in message))
 
 
-@dataclass(frozen=True, slots=True)
-class _Bounds:
-    """A numeric knob's bounds, named as in pydantic and typer."""
-
-    ge: float | None = None
-    gt: float | None = None
-    le: float | None = None
-    lt: float | None = None
-
-    def __contains__(self, value: float) -> bool:
-        # Negated comparisons would accept NaN.
-        return (
-            (self.ge is None or value >= self.ge)
-            and (self.gt is None or value > self.gt)
-            and (self.le is None or value <= self.le)
-            and (self.lt is None or value < self.lt)
-        )
-
-    def __str__(self) -> str:
-        limits = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
-        return " and ".join(f"{sign} {limit:,}" for sign, limit in limits if limit is not None)
+_BOUNDS = {"ge": (">=", ge), "gt": (">", gt), "le": ("<=", le), "lt": ("<", lt)}
+"""Sign and comparison of each bound of a number, named as in pydantic and typer."""
 
 
-def knob(
-    default: T,
-    *,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-) -> T:
-    """Declare a knob with bounds, which are enforced by the section and listed in docs/knobs.md."""
-    return field(default=default, metadata={"bounds": _Bounds(ge, gt, le, lt)})
+def knob(default: T, **bounds: float) -> T:
+    """Declare a knob with bounds (`ge`, `gt`, `le`, `lt`), which are enforced by the section and
+    listed in docs/knobs.md."""
+    return field(default=default, metadata=bounds)
+
+
+def format_bounds(bounds: Mapping[str, float]) -> str:
+    return " and ".join(f"{_BOUNDS[name][0]} {limit:,}" for name, limit in bounds.items())
 
 
 @cache
-def _bounded_knobs(section: type[Any]) -> Sequence[tuple[str, _Bounds]]:
-    """Return the knobs in a section that have bounds. Cached because the layout search creates
-    thousands of sections."""
-    return tuple(
-        (declared.name, declared.metadata["bounds"])
-        for declared in fields(section)
-        if "bounds" in declared.metadata
-    )
+def _bounded_knobs(section: type[Any]) -> Mapping[str, Mapping[str, float]]:
+    """Map the knobs in a section that have bounds to these. Cached because the layout search
+    creates thousands of sections."""
+    return {one.name: one.metadata for one in fields(section) if one.metadata}
 
 
 @dataclass(frozen=True)
@@ -71,7 +46,8 @@ class Section:
 
     __slots__ = ()
     PATH = ""
-    """Dotted path of the section in a recipe, given as `class TrainerConfig(Section, path=…)`."""
+    """Dotted path of the section in a recipe, given as `class TrainerConfig(Section, path=…)`. That
+    of a list entry includes its name: `data.sources[{self.name}]`."""
     RECIPES = ""
     """Subfolder of the bundled recipes that define this section as a whole."""
 
@@ -80,13 +56,15 @@ class Section:
             cls.PATH = path  # pyright: ignore[reportConstantRedefinition]
 
     def full_path(self) -> str:
-        return self.PATH
+        return self.PATH.format(self=self)
 
     def __post_init__(self) -> None:
-        for name, bounds in _bounded_knobs(type(self)):
+        for name, bounds in _bounded_knobs(type(self)).items():
             value = getattr(self, name)
-            if isinstance(value, int | float) and value not in bounds:
-                self.require(False, name, f"must be {bounds}")
+            if isinstance(value, int | float) and not all(
+                _BOUNDS[bound][1](value, limit) for bound, limit in bounds.items()
+            ):
+                self.require(False, name, f"must be {format_bounds(bounds)}")
         self.check()
 
     def check(self) -> None:

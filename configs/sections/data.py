@@ -69,7 +69,7 @@ class BudgetConfig(Section, path="data.sources[].budget"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceConfig(Section):
+class SourceConfig(Section, path="data.sources[{self.name}]"):
     """Settings for one source of prompts."""
 
     name: str
@@ -139,9 +139,6 @@ class SourceConfig(Section):
     dotted names of your functions."""
     length: LengthConfig = field(default_factory=LengthConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
-
-    def full_path(self) -> str:
-        return f"data.sources[{self.name or '?'}]"
 
     def check(self) -> None:
         self.require(bool(self.name), "name", "must not be empty")

@@ -41,7 +41,7 @@ class EndpointConfig(Section, path="endpoint"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalVariant(Section):
+class EvalVariant(Section, path="eval.variants[{self.name}]"):
     """Settings for one variant in `keel eval`, such as its thinking mode and token limit. Every
     variant is evaluated on all prompts."""
 
@@ -59,9 +59,6 @@ class EvalVariant(Section):
         "as-in-training"
     )
     """How to manage the context of episodes. as-in-training: as set by `agents.context`."""
-
-    def full_path(self) -> str:
-        return f"eval.variants[{self.name}]"
 
     def check(self) -> None:
         ok = bool(re.fullmatch(r"[\w.+-]+", self.name))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from keel.configs.sections.base import Section, knob, require, require_unique
@@ -80,6 +81,10 @@ class RunConfig(Section, path="run"):
         for name in ("gpu_gib", "gpus_per_node"):
             self.require(self.device != "cpu" or not getattr(self, name), name, rule)
         require_unique("run.trackers", self.trackers)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.dir).expanduser()
 
     @property
     def describes_gpus(self) -> bool:

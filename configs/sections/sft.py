@@ -11,7 +11,7 @@ TEXT = ("text", "retrieval")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConversationsConfig(Section):
+class ConversationsConfig(Section, path="sft.sources[{self.name}]"):
     """Settings for a single source of conversations or text."""
 
     name: str
@@ -66,9 +66,6 @@ class ConversationsConfig(Section):
     """trajectories: whether to include truncated ones."""
     most_per_prompt: int = knob(0, ge=0)
     """trajectories: maximum number per prompt, in sampling order. 0: all."""
-
-    def full_path(self) -> str:
-        return f"sft.sources[{self.name}]"
 
     def check(self) -> None:
         self.require(bool(self.name), "name", "must not be empty")

@@ -268,7 +268,7 @@ class OomRecovery:
 
     @staticmethod
     def of(config: Config) -> OomRecovery:
-        return OomRecovery(config=config, folder=Path(config.run.dir).expanduser())
+        return OomRecovery(config=config, folder=config.run.folder)
 
     def reduce_memory(self, error: OutOfMemory) -> str:
         """Lower the config's memory use, save the change in the run folder, and return a message

@@ -537,7 +537,7 @@ def _relevant_knobs(config: Config) -> frozenset[str]:
 def load_choice(config: Config, signature: Mapping[str, Any]) -> tuple[Values, str]:
     """Load the values saved by the run that is about to be resumed, unless the hardware has
     changed. Returns the values, along with a description of any change."""
-    folder = Path(config.run.dir).expanduser()
+    folder = config.run.folder
     saved = _read_cache(folder)
     resumes = config.run.resume != "never" and checkpoint.latest(folder / "checkpoints")
     if saved is None or not resumes:
@@ -585,7 +585,7 @@ def with_dtype(config: Config, remaining: frozenset[str], *, gpu: bool) -> Confi
     uses bfloat16 (the schema's default), or float32 on a CPU that has no bfloat16 instructions."""
     if DTYPE not in remaining:
         return config
-    folder = Path(config.run.dir).expanduser()
+    folder = config.run.folder
     saved = folder / "config.yaml"
     if saved.is_file() and checkpoint.latest(folder / "checkpoints"):
         dtype = load_config(saved).model.dtype

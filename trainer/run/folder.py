@@ -55,7 +55,7 @@ class RunFolder:
 
     def __init__(self, config: Config, tokenizer: str = "") -> None:
         """`tokenizer` is the digest of the model's tokenizer, or an empty string if unknown."""
-        self.path = Path(config.run.dir).expanduser()
+        self.path = config.run.folder
         self.model = self.path / "model"  # folder for the exported model
         self.rewards = self.path / "rewards"  # folder for the output of reward functions
         self.set_aside: Path | None = None
