@@ -237,7 +237,7 @@ def _read_trajectories(folder: Path, run: RunData) -> Chunks:
         except _UNREADABLE as error:
             run.notes.append(f"{path}: cannot be read ({error}); skipped")
             continue
-        chunks[path.name] = _Chunk(partial(_read_finite, path), stat.st_size)
+        chunks[path.name] = _Chunk(path.read_bytes, stat.st_size)
     samples = run.knobs.get("data.sources") != "[]" and "sft/tokens" not in run.metrics
     if run.steps and run.steps[-1] > 0 and not chunks and samples:
         run.notes.append(
@@ -245,16 +245,6 @@ def _read_trajectories(folder: Path, run: RunData) -> Chunks:
             "run.save_tokens above 0"
         )
     return chunks
-
-
-def _read_finite(path: Path) -> bytes:
-    """Read a file of trajectories, replacing NaN and infinities, which browsers can't parse."""
-    data = path.read_bytes()
-    text = gzip.decompress(data).decode()
-    if "NaN" not in text and "Infinity" not in text:
-        return data
-    lines = (finite_json(json.loads(line)) + "\n" for line in text.splitlines())
-    return gzip.compress("".join(lines).encode(), 6)
 
 
 # Cached, because `keel watch` reads a run's folder again whenever it changes.

@@ -13,6 +13,7 @@ import re
 import secrets
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, is_dataclass
@@ -20,7 +21,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
@@ -46,36 +47,38 @@ _MAX_PARAMS, _PARAM_CHARACTERS, _TAG_CHARACTERS = 100, 6000, 5000
 """MLflow's limits on parameters per request, and on characters per parameter and per tag."""
 
 
-class _Tracker(Protocol):
+class _Tracker(ABC):
     """Sends a run's metrics and events to an experiment tracker. All methods are called from the
     same thread and may block. Calls that raise an exception are retried."""
 
     remedy: str  # advice for the user after a failure
 
+    def __init__(self, package: str) -> None:
+        self._api: Any = import_module(package)
+        self._run: Any = None
+
+    @abstractmethod
     def open(self, folder: Path, id: str, knobs: Mapping[str, Any]) -> tuple[str, str]:
         """Start a run, or resume the run with this `id` if it isn't empty. Returns the id and the
         address where the run's curves can be viewed."""
-        ...
 
+    @abstractmethod
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
         """Log a step's metrics. Steps arrive in order, but a step that was evaluated later is
         logged a second time. `time` is in seconds since the epoch."""
-        ...
 
+    @abstractmethod
     def event(self, step: int, time: float, kind: str, text: str) -> None: ...
 
+    @abstractmethod
     def close(self, end: _RunEnd) -> None: ...
 
 
-class _Wandb:
+class _Wandb(_Tracker):
     """Logs to Weights & Biases, configured through WANDB_* variables. The server accepts each step
     only once."""
 
     remedy = "Check WANDB_API_KEY, WANDB_BASE_URL and the network, or set WANDB_MODE=offline"
-
-    def __init__(self) -> None:
-        self._api: Any = import_module("wandb")
-        self._run: Any = None
 
     def open(self, folder: Path, id: str, knobs: Mapping[str, Any]) -> tuple[str, str]:
         settings = self._api.Settings(
@@ -116,16 +119,11 @@ class _Wandb:
         self._run.finish(exit_code=0 if end == "finished" else 1)
 
 
-class _Mlflow:
+class _Mlflow(_Tracker):
     """Logs to MLflow, configured through MLFLOW_* variables, and resumes a run by its id.
     Parameters keep the values from the first start, because MLflow can't change them."""
 
     remedy = "Check MLFLOW_TRACKING_URI, the server's credentials and the network"
-
-    def __init__(self) -> None:
-        self._api: Any = import_module("mlflow")
-        self._client: Any = None
-        self._run = ""
 
     def open(self, folder: Path, id: str, knobs: Mapping[str, Any]) -> tuple[str, str]:
         client = self._client = self._api.MlflowClient()
@@ -169,15 +167,11 @@ def _mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
-class _Trackio:
+class _Trackio(_Tracker):
     """Logs to trackio, configured through TRACKIO_* variables. It buffers unsent data and retries
     on its own."""
 
     remedy = "Check TRACKIO_DIR, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL, its token and the network"
-
-    def __init__(self) -> None:
-        self._api: Any = import_module("trackio")
-        self._run: Any = None
 
     def open(self, folder: Path, id: str, knobs: Mapping[str, Any]) -> tuple[str, str]:
         name = id or f"{folder.name}-{secrets.token_hex(3)}"
@@ -201,11 +195,7 @@ class _Trackio:
         self._run.finish()
 
 
-_TRACKERS: Mapping[str, Callable[[], _Tracker]] = {
-    "wandb": _Wandb,
-    "mlflow": _Mlflow,
-    "trackio": _Trackio,
-}
+_TRACKERS = {"wandb": _Wandb, "mlflow": _Mlflow, "trackio": _Trackio}
 """Maps each value of `run.trackers` to its tracker. The value is also the name of a package and of
 an extra."""
 
@@ -409,7 +399,7 @@ def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Conf
     if not (names := config.run.trackers):
         return
     say, knobs = partial(journal.say, _EVENT), _plain_knobs(config)
-    threads = [_TrackerThread(n, _TRACKERS[n], folder, knobs, say) for n in names]
+    threads = [_TrackerThread(n, partial(_TRACKERS[n], n), folder, knobs, say) for n in names]
 
     def wake() -> None:
         for thread in threads:

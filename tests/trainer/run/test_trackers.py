@@ -180,7 +180,7 @@ names = ["wandb", "mlflow", "trackio"]
 check_trackers(names)
 say = partial(print, flush=True)
 how = (Path(sys.argv[1]), {"data.sources[s].size": 1}, say)
-threads = [_TrackerThread(n, _TRACKERS[n], *how) for n in names]
+threads = [_TrackerThread(n, partial(_TRACKERS[n], n), *how) for n in names]
 _close_threads(threads, "finished", 3, say, float(sys.argv[2]))
 print("abandoned" if has_abandoned_threads() else "sent all")
 exit_now(0)  # as `keel.commands.exit_status` does
