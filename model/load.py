@@ -9,7 +9,6 @@ import re
 import resource
 import select
 import signal
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -49,7 +48,7 @@ from keel.model.hub import (
     written_by_code,
 )
 from keel.model.layers.fused import fuses_experts, fuses_norms
-from keel.model.lora import MLP, is_adapted, merged_tensors
+from keel.model.lora import adapter_widths, is_adapted, merged_tensors
 from keel.model.transformers_internals import float32_names
 
 LOAD_FORMAT = "keel_fp8"
@@ -374,15 +373,10 @@ def facts_of(config: PreTrainedConfig) -> ModelFacts:
     per_token = _experts_per_token(text) if experts else 0
     idle = sum(p.numel() // experts * (experts - per_token) for p in routed.values())
     layer_ids = {int(match[1]) for name in routed if (match := re.search(r"\.(\d+)\.", name))}
-    widths: Counter[str] = Counter()
     row_inputs = 0
     for name, module in model.get_decoder().named_modules():
         last = name.rpartition(".")[2]
-        if not isinstance(module, nn.Linear):
-            continue
-        if not (experts and last in MLP):
-            widths[last] += module.in_features + module.out_features
-        if last in _ROW_PARALLEL:
+        if isinstance(module, nn.Linear) and last in _ROW_PARALLEL:
             row_inputs = math.gcd(row_inputs, module.in_features)
     balanced = experts and getattr(text, "output_router_logits", False)
     kv_heads, kv_width, head_size = _cache_shape(text)
@@ -416,7 +410,7 @@ def facts_of(config: PreTrainedConfig) -> ModelFacts:
         row_inputs=row_inputs,
         fused_norms=fuses_norms(model),
         fused_experts=fuses_experts(model),
-        projections=widths,
+        projections=adapter_widths(model, experts=experts > 0),
         balance_loss=float(getattr(text, "router_aux_loss_coef", 0.0)) if balanced else 0.0,
     )
     return facts

@@ -6,7 +6,8 @@ trained. Engines and exported models get the same sum, rounded to the dtype of W
 under the name of W.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,23 +22,23 @@ from keel.configs.schema import LoraConfig
 from keel.model.routing import router_modules
 from keel.model.transformers_internals import override_methods, switch_adapter
 
-MLP = ("gate_proj", "up_proj", "down_proj")
-"""Layers that get no adapters in a mixture of experts, because peft treats layers with these names
-as experts."""
+MLP = ("gate_proj", "up_proj", "down_proj", "shared_expert_gate")
+"""Layers that get no adapters in a mixture of experts, because peft treats layers with the names of
+projections as experts."""
 _NAME = "default"
 """Name of the adapter in peft."""
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
-    """Freeze `model` and add a LoRA adapter to each layer whose name ends in one of
-    `config.targets`. In a mixture of experts, layers named in `MLP` don't get an adapter. The
-    adapter's B matrix is initialized to zero, so the policy is unchanged at first. Raises
-    ValueError if no layer matches."""
+    """Freeze `model` and add a LoRA adapter to each layer whose name is in `config.targets`, or to
+    all that can have one if there are no targets. The adapter's B matrix is initialized to zero, so
+    the policy is unchanged at first. Raises ValueError if no layer matches."""
     from peft import inject_adapter_in_model  # noqa: PLC0415  (takes seconds)
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(_peft_config(model, config, ""), model)
+        widths = adapter_widths(model, experts=bool(router_modules(model)))
+        inject_adapter_in_model(_peft_config(config, config.names(widths), ""), model)
     for _, layer in _adapted_layers(model):
         override_methods(layer, _MergedForward)
 
@@ -86,14 +87,26 @@ def _merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.addmm(weight, b, a, alpha=scale)  # one GEMM that rounds once
 
 
-def _peft_config(model: PreTrainedModel, config: LoraConfig, base: str) -> Any:
+def adapter_widths(model: PreTrainedModel, *, experts: bool) -> dict[str, int]:
+    """Return the sum of input and output widths of all layers with the same name, such as q_proj.
+    Layers that can't have an adapter don't count: the output layer and, in a mixture of experts
+    (`experts`), those named in `MLP`."""
+    left_out = MLP if experts else ()
+    widths: Counter[str] = Counter()
+    for path, layer in model.get_decoder().named_modules():
+        name = path.rpartition(".")[2]
+        if isinstance(layer, nn.Linear) and name not in left_out:
+            widths[name] += layer.in_features + layer.out_features
+    return widths
+
+
+def _peft_config(config: LoraConfig, targets: Sequence[str], base: str) -> Any:
     from peft import LoraConfig as PeftConfig  # noqa: PLC0415
 
-    left_out = MLP if router_modules(model) else ()
     return PeftConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType] (any number works)
-        target_modules=[name for name in config.targets if name not in left_out],
+        target_modules=[*targets],
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )
@@ -144,4 +157,5 @@ def save_adapter(folder: Path, model: PreTrainedModel, config: LoraConfig, base:
     file = folder / "adapter_model.safetensors"
     save_file({name: tensor.cpu().clone() for name, tensor in tensors.items()}, file)
     file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it private to its owner
-    _peft_config(model, config, base).save_pretrained(folder)
+    names = sorted({name.rpartition(".")[2] for name, _ in _adapted_layers(model)})
+    _peft_config(config, names, base).save_pretrained(folder)

@@ -32,6 +32,7 @@ from keel.model.hub import (
 )
 from keel.model.load import ModelFacts, facts_of, readable_tensors
 from keel.model.logprobs import install_support_head
+from keel.model.lora import MLP
 from keel.model.routing import router_modules
 from keel.model.sparse.attention import use_sparse_attention
 
@@ -209,12 +210,18 @@ def check_adapters(config: LoraConfig, facts: ModelFacts) -> None:
             f"model.lora.rank = {config.rank}: {facts.architecture} has sparse attention, which "
             "cannot have adapters. Set it to 0"
         )
-    known = {*LoraConfig().targets, *facts.projections}
+    if config.enabled and not facts.projections:
+        raise ConfigError(
+            f"model.lora.rank = {config.rank}: {facts.architecture} has no linear layers that can "
+            "have adapters. Set it to 0"
+        )
+    known = {*facts.projections, *(MLP if facts.experts else ())}
     unknown = [name for name in config.targets if name not in known]
     if config.enabled and (unknown or not config.parameters(facts.projections)):
         raise ConfigError(
             f"model.lora.targets: {facts.architecture} has no layer "
-            f"{' or '.join(unknown or config.targets)}. It has {', '.join(facts.projections)}"
+            f"{' or '.join(unknown or config.targets)} that can have adapters. It has "
+            f"{', '.join(facts.projections)}"
         )
     if config.rank > facts.hidden_size:
         raise ConfigError(

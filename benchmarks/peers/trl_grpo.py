@@ -23,7 +23,6 @@ from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 from benchmarks.peers import reward
 from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_options, versions
-from keel.configs.schema import LoraConfig as KeelLora
 
 NOTES = (
     "loss",
@@ -181,9 +180,12 @@ def dataset(path: str) -> Dataset:
 def adapters(rank: int) -> Any:
     from peft import LoraConfig  # noqa: PLC0415
 
-    targets = list(KeelLora().targets)
     return LoraConfig(
-        r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=targets, task_type="CAUSAL_LM"
+        r=rank,
+        lora_alpha=2 * rank,
+        lora_dropout=0.0,
+        target_modules="all-linear",  # without the output layer
+        task_type="CAUSAL_LM",
     )
 
 

@@ -92,32 +92,29 @@ class LoraConfig(Section, path="model.lora"):
     """Rank of the adapters. 0: train all parameters."""
     alpha: float = knob(32.0, gt=0)
     """Scale of the adapters: their output is multiplied by `alpha / rank`."""
-    targets: tuple[str, ...] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    )
-    """Names of the linear layers with adapters. Names that a model does not have are ignored. In a
-    mixture of experts, only attention can have adapters."""
+    targets: tuple[str, ...] = ()
+    """Names of the linear layers with adapters, such as q_proj. Empty: all in attention and, in
+    dense models, in MLPs. In a mixture of experts, only attention can have adapters."""
     dropout: float = knob(0.0, ge=0, le=0)
     """Must be 0, because engines sample from the merged weights, which have no dropout."""
 
     def check(self) -> None:
-        ok = bool(self.targets) and all(name.isidentifier() for name in self.targets)
-        self.require(ok, "targets", "must be names of linear layers, such as q_proj")
+        ok = all(name.isidentifier() for name in self.targets)
+        rule = "must be names of linear layers, such as q_proj, or empty for all of them"
+        self.require(ok, "targets", rule)
 
     @property
     def enabled(self) -> bool:
         return self.rank > 0
 
-    def parameters(self, projections: Mapping[str, int]) -> int:
-        """Return the number of adapter parameters. `projections` is the model's
+    def names(self, projections: Mapping[str, int]) -> list[str]:
+        """Return the names of the layers with adapters. `projections` is the model's
         `ModelFacts.projections`."""
-        return self.rank * sum(projections.get(target, 0) for target in self.targets)
+        return [name for name in self.targets or projections if name in projections]
+
+    def parameters(self, projections: Mapping[str, int]) -> int:
+        """Return the number of adapter parameters."""
+        return self.rank * sum(projections[name] for name in self.names(projections))
 
 
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -13,7 +13,7 @@ from urllib.error import URLError
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GemmaConfig
+from transformers import GemmaConfig, GPT2Config, Phi3Config, Qwen3MoeConfig
 
 from keel.configs.schema import ConfigError, LoraConfig
 from keel.model import hub, load
@@ -121,6 +121,11 @@ def test_adapters_fit_the_model() -> None:
     ):
         with pytest.raises(ConfigError, match=r"model\.lora"):
             check_adapters(wrong, facts)
+    check_adapters(LoraConfig(rank=4, targets=("q_proj", "up_proj")), facts_of(Qwen3MoeConfig()))
+    with pytest.raises(ConfigError, match=r"no layer q_proj .* It has o_proj, qkv_proj"):
+        check_adapters(LoraConfig(rank=4, targets=("q_proj",)), facts_of(Phi3Config()))
+    with pytest.raises(ConfigError, match="no linear layers"):
+        check_adapters(LoraConfig(rank=4), facts_of(GPT2Config()))
 
 
 MAX_S = 60.0

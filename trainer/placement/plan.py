@@ -229,7 +229,7 @@ def model_line(config: Config, facts: ModelFacts) -> str:
             f"({facts.experts_per_token} per token)"
         )
     if lora.enabled:
-        targets = ", ".join(name for name in lora.targets if name in facts.projections)
+        targets = ", ".join(lora.names(facts.projections))
         count = _count(lora.parameters(facts.projections))
         adapters = f"; LoRA of rank {lora.rank} on {targets}: {count} trainable parameters"
     return (
