@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import as_completed
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
@@ -39,7 +40,7 @@ from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.turns import Message, Parsed, ToolCall, ToolSpec
 from keel.rl.types import Group, Prompt, Verdict
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.ray_engines import ray_pool
+from keel.rollout.pool import RayEngine, RolloutPool
 from keel.rollout.spec import EngineSpec
 
 EPISODES, TURNS, TURN_TOKENS = 256, 8, 200
@@ -239,7 +240,8 @@ def main() -> None:
             conversations=EPISODES,
         )
         ray.init(address="local", include_dashboard=False, log_to_driver=False)
-        pool = ray_pool(spec, gpu=gpu, startup_timeout_s=ROUND_S)
+        build = partial(RayEngine, spec, gpu=gpu)
+        pool = RolloutPool(spec.config, build, startup_timeout_s=ROUND_S)
         kind = EpisodeSettings(
             environment=Looking,
             chat=CallingChat(tokenizer),

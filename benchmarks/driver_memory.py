@@ -35,7 +35,7 @@ from keel.configs.schema import (
     TrainerConfig,
 )
 from keel.rl.types import NO_ROUTE, Group, Prompt, SamplingMasks, ScoredGroup, Segment, Trajectory
-from keel.rollout import ray_engines
+from keel.rollout import pool
 from keel.rollout.engine.worker import RolloutWorker, detach
 from keel.rollout.spec import GroupRequest
 from keel.trainer import learner
@@ -127,10 +127,10 @@ def measure(groups: int) -> dict[str, float]:
     cluster.add_node(**sizes, resources={"gpus": 1})
     ray.init(address=cluster.address, log_to_driver=False)
     learner.TrainerWorker = Rank  # type: ignore[misc]
-    ray_engines.RolloutWorker = Sampler  # type: ignore[misc]
+    pool.RolloutWorker = Sampler  # type: ignore[misc]
     place = {"num_cpus": 0, "resources": {"gpus": 0.1}}
     spec: Any = SimpleNamespace(config=RolloutConfig(), batch_invariant=False)
-    engine = ray_engines._RayEngine(spec, gpu=False, options=place)
+    engine = pool.RayEngine(spec, 0, gpu=False, options=lambda _: place)
     config = Config(
         data=DataConfig(sources=(SOURCE,)),
         rollout=RolloutConfig(engines=1),

@@ -35,7 +35,7 @@ from benchmarks.common import Mixture, arguments, run_facts
 from benchmarks.peers.shape import random_words, write_model
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import Group, Prompt
-from keel.rollout.engine.conversion import render_prompt
+from keel.rollout.chat.render import render_prompt
 from keel.rollout.spec import EngineSpec, GroupRequest, env_vars
 
 START_S, RUN_S = 300.0, 240.0

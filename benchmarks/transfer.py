@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,11 @@ from keel.configs.schema import (
     SamplingConfig,
     TrainerConfig,
 )
-from keel.rollout.ray_engines import ray_pool
+from keel.model.load import readable_tensors
+from keel.rollout.pool import RayEngine, RolloutPool
 from keel.rollout.spec import EngineSpec
 from keel.trainer.learner import Learner
 from keel.trainer.placement.nodes import start_ray
-from keel.weights.checklist import checkpoint_names
 from keel.weights.sync import WeightSync
 
 GB = 1e9
@@ -57,6 +58,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         algorithm=AlgorithmConfig(),
         rollout=RolloutConfig(
             engines=1,
+            weight_transfer="direct",
             sampling=SamplingConfig(top_p=0.95, top_k=64, max_tokens=64),
             gpu_memory_utilization=0.25,
             enforce_eager=True,
@@ -67,7 +69,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     each = {} if small else {"num_gpus": 1 if gpus > 1 else 0.5, "num_cpus": 1}
     gigabytes = parameters * (4 if small else 2) / GB
     row: dict[str, Any] = {
-        "tensors": len(checkpoint_names(str(folder))),
+        "tensors": len(readable_tensors(str(folder))),
         "gigabytes": gigabytes,
         "device": "cpu" if small else torch.cuda.get_device_name(),
     }
@@ -86,18 +88,15 @@ def timed(
     learner: Learner, config: Config, each: Mapping[str, Any], options: argparse.Namespace
 ) -> list[float]:
     """Return the seconds of each update of a new engine."""
-    pool = ray_pool(
-        EngineSpec.of(config, config.model.path),
-        gpu=not options.small,
-        startup_timeout_s=TIMEOUT_S,
-        options=lambda _: each,
-    )
+    spec = EngineSpec.of(config, config.model.path)
+    build = partial(RayEngine, spec, gpu=not options.small, options=lambda _: each)
+    pool = RolloutPool(config.rollout, build, startup_timeout_s=TIMEOUT_S)
     times: list[float] = []
     try:
         pool.start()
         for _ in range(options.rounds + 1):
             began = time.perf_counter()
-            WeightSync(learner, pool, direct=True).push(0).result(timeout=TIMEOUT_S)
+            WeightSync(learner, pool).push(0).result(timeout=TIMEOUT_S)
             times.append(time.perf_counter() - began)
         return times
     finally:

@@ -304,7 +304,7 @@ class Config(Section):
         except ConfigError as error:
             raise ConfigError(f"{variant.full_path()}: {error}") from error
 
-    def sampling(self, purpose: Literal["train", "eval"], domain: str = "") -> SamplingConfig:
+    def sampling_for(self, purpose: Literal["train", "eval"], domain: str = "") -> SamplingConfig:
         """Return the sampling parameters for training or evaluation, with the completion limit of
         `domain` if given. For limits on single turns, see `budget`."""
         most = self.budget(domain).max_tokens if domain else self.rollout.sampling.max_tokens

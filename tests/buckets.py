@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,8 +11,6 @@ from keel.weights.channel import (
     Bucket,
     FlatBucket,
     TensorEntry,
-    host_bytes,
-    in_host_memory,
     unpack_flat,
 )
 
@@ -36,8 +35,10 @@ def pack_flat(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Itera
 
 
 def pack_buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    return in_host_memory(pack_flat(tensors, bucket_bytes))
+    for entries, flat in pack_flat(tensors, bucket_bytes):
+        yield Bucket(entries=entries, data=flat.cpu().numpy())
 
 
 def unpack_bucket(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    return unpack_flat(bucket.entries, host_bytes(bucket))
+    assert isinstance(bucket.data, np.ndarray)
+    return unpack_flat(bucket.entries, torch.from_numpy(bucket.data.copy()))

@@ -119,7 +119,7 @@ def test_imports_point_one_way() -> None:
 WAITS = ("get", "put", "wait", "kill", "nodes", "init", "shutdown", "cancel")
 RAY_ITSELF = {
     "trainer/placement/nodes.py": {"init"},  # local cluster with deadlines, or wrapped in `bounded`
-    "rollout/ray_engines.py": {"cancel"},  # does not wait
+    "rollout/pool.py": {"cancel"},  # does not wait
     "trainer/placement/watchdog.py": {"remote"},  # on a background thread
     "trainer/placement/ray_internals.py": {"nodes"},  # `cluster_nodes` bounds the wait
 }
@@ -290,7 +290,7 @@ def lines_of(program: str) -> list[str]:
             "keel.rollout.engine.worker": ("torch", *ENGINES),
             "keel.trainer.learner": ("torch", *ENGINES),
         },
-        {"keel.rl.losses": ("ray", *ENGINES), "keel.rollout.ray_engines": ENGINES},
+        {"keel.rl.losses": ("ray", *ENGINES), "keel.rollout.pool": ENGINES},
     ],
     ids=["without torch", "with torch"],
 )

@@ -120,20 +120,23 @@ class BatchStream:
                     "the timeouts of environments and rewards)"
                 )
 
-    def track_adoption(self, step: int, update: Future[None]) -> None:
-        def on_adopted(done: Future[None]) -> None:
+    def track_update(self, step: int, update: Future[None]) -> None:
+        """Free the slots of the groups trained on up to `step` once this weight update is done."""
+
+        def on_updated(done: Future[None]) -> None:
             with self._changed:
                 if (error := done.exception()) is not None:
                     self._failure = self._failure or error
                 else:
-                    self._buffer.adopted(step)
+                    self._buffer.engines_updated(step)
                 self._changed.notify_all()
             self._fill()
 
         self._update = update
-        update.add_done_callback(on_adopted)
+        update.add_done_callback(on_updated)
 
-    def wait_for_adoption(self, should_abort: Callable[[], bool] = never_abort) -> None:
+    def wait_for_update(self, should_abort: Callable[[], bool] = never_abort) -> None:
+        """Wait for the weight update passed to `track_update`, if any."""
         if self._update is not None:
             wait_for(self._update, should_abort)
 
@@ -231,7 +234,7 @@ class GroupBuffer:
         self._batch = algorithm.prompts_per_step
         self._budget = int(algorithm.max_refills * self._batch)
         """Maximum number of groups to discard per batch."""
-        self._adopted = start
+        self._engine_step = start  # the last step whose weights the engines use
         self._submitted = start * self._batch
         """Number of prompts submitted since step 1, excluding discarded ones."""
         self._numbers = 0
@@ -248,7 +251,7 @@ class GroupBuffer:
         update, so a resumed run submits the same prompts as it would have without the
         interruption."""
         every = self._algorithm.publish_every
-        ahead = (self._adopted // every + 1) * every + self._algorithm.max_lag
+        ahead = (self._engine_step // every + 1) * every + self._algorithm.max_lag
         return max(0, min(ahead, self._steps) * self._batch - self._submitted)
 
     def submitted(self, prompt: Prompt) -> int:
@@ -281,10 +284,10 @@ class GroupBuffer:
         """Remove and return the next batch. Call this only when `ready` returns True."""
         return self._batches.popleft()
 
-    def adopted(self, step: int) -> None:
+    def engines_updated(self, step: int) -> None:
         """Free the slots of all groups that were used for training up to and including `step`. Call
         this as soon as the engines use the new weights."""
-        self._adopted = max(self._adopted, step)
+        self._engine_step = max(self._engine_step, step)
 
     def unfinished(self) -> tuple[Prompt, ...]:
         """Return the prompts that have not been trained on yet, in submission order. A resumed run

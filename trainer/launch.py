@@ -29,8 +29,7 @@ from keel.rl.futures import wait_for
 from keel.rl.types import Group, Prompt, Purpose
 from keel.rollout.endpoint import EndpointCompletions, EndpointTurns
 from keel.rollout.judge.server import JudgeServer
-from keel.rollout.pool import RolloutPool
-from keel.rollout.ray_engines import ray_pool
+from keel.rollout.pool import RayEngine, RolloutPool
 from keel.rollout.spec import EngineError, EngineSpec
 from keel.trainer.build_agents import Factory, episode_runner
 from keel.trainer.learner import Learner
@@ -80,8 +79,9 @@ class Runtime:
 
     @cached_property
     def weights(self) -> WeightSync:
-        sync = partial(WeightSync, self.learner, self.pool, self.learner.direct)
-        return sync(self.agents.set_version) if self.agents is not None else sync()
+        if self.agents is None:
+            return WeightSync(self.learner, self.pool)
+        return WeightSync(self.learner, self.pool, before=self.agents.set_version)
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int = 0) -> Future[Group]:
         """Sample a group of `size` completions, or use the recipe's group size if `size` is 0."""
@@ -90,7 +90,7 @@ class Runtime:
         if prompt.environment:
             assert self.agents is not None
             return self.agents.submit(prompt, group_size=size, purpose=purpose)
-        sampling = config.sampling(purpose, prompt.domain)
+        sampling = config.sampling_for(purpose, prompt.domain)
         return self.pool.submit(prompt, group_size=size, sampling=sampling, purpose=purpose)
 
     def wake(self) -> None:
@@ -129,7 +129,7 @@ class RemoteRuntime:
             group = self.agents.submit(prompt, group_size=size, purpose=purpose)
             group.add_done_callback(partial(self._ended, prompt, self.turns))
             return group
-        sampling = self.config.sampling(purpose, prompt.domain)
+        sampling = self.config.sampling_for(purpose, prompt.domain)
         return self.completions.submit(prompt, group_size=size, sampling=sampling)
 
     def _ended(self, prompt: Prompt, turns: EndpointTurns, _: object) -> None:
@@ -199,16 +199,17 @@ def launch(
         cache = 0
         if together or config.rollout.quantization:
             cache = guaranteed_cache_bytes(config, task.facts, task.hardware.gpu_gib)
-        pool = ray_pool(
-            EngineSpec.of(config, model, cache_bytes=cache),
-            gpu=task.gpu,
+        options = partial(seats.options, ENGINE) if seats else None
+        spec = EngineSpec.of(config, model, cache_bytes=cache)
+        pool = RolloutPool(
+            config.rollout,
+            partial(RayEngine, spec, gpu=task.gpu, options=options),
             startup_timeout_s=timeout_s,
             # A restarted engine may have to wait for steps to end. A rank that stops sending must
             # be found first, or one engine after the other would be replaced for it.
             update_timeout_s=config.sending_timeout_s
             + config.algorithm.updates_per_batch * config.trainer.timeout_s
             + CALL_S,
-            options=partial(seats.options, ENGINE) if seats else None,
         )
         stack.callback(pool.shutdown)
         time_share = config.rollout.time_share
@@ -355,7 +356,7 @@ def run_episodes(
     if task.chat is None:
         yield None
         return
-    sampling = {purpose: task.config.sampling(purpose) for purpose in get_args(Purpose)}
+    sampling = {purpose: task.config.sampling_for(purpose) for purpose in get_args(Purpose)}
     with episode_runner(
         task.config,
         task.chat,
@@ -371,7 +372,7 @@ def run_remote_episodes(remote: RemoteRuntime) -> Iterator[RemoteRuntime]:
     endpoint. Raises ConfigError if an environment can't run there."""
     config = remote.config
     turns = EndpointTurns(
-        remote.completions, {purpose: config.sampling(purpose) for purpose in get_args(Purpose)}
+        remote.completions, {purpose: config.sampling_for(purpose) for purpose in get_args(Purpose)}
     )
     with episode_runner(config, turns, turns.turn) as agents:
         yield replace(remote, turns=turns, agents=agents)

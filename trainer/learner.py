@@ -40,7 +40,6 @@ from keel.trainer.run.folder import MARK
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
 from keel.trainer.run.trajectory_files import watched_segments
-from keel.weights.sync import Outcome, Receiver
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -246,22 +245,24 @@ class Learner:
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
         return self._call_all("put_weights", deadline=self._deadline("the weights"))[0]
 
-    def send(self, receivers: Sequence[Receiver]) -> list[Future[int]]:
-        """Send the current weights to the engines once the ranks are idle. Rank i sends to engines
-        i, i + ranks, and so on. Returns a future for each engine, which resolves to the engine's
-        new weight version or raises an error from the engine or rank."""
-        sent = {engine.index: Future[int]() for engine in receivers}
+    def send(self, engines: Mapping[int, Any]) -> dict[int, Future[int]]:
+        """Send the current weights to engines, given as actors by index, once the ranks are idle.
+        Rank i sends to engines i, i + ranks, and so on. Returns a future for each engine, which
+        resolves to the engine's new weight version or raises an error from the engine or rank."""
+        sent = {index: Future[int]() for index in engines}
         ranks = len(self._ranks)
-        served = [[one for one in receivers if one.index % ranks == n] for n in range(ranks)]
-        refs = self._submit("send", [(engines,) for engines in served])
+        parts: list[dict[int, Any]] = [{} for _ in range(ranks)]
+        for index, actor in engines.items():
+            parts[index % ranks][index] = actor
+        refs = self._submit("send", [(part,) for part in parts])
 
-        def settle(outcomes: Mapping[int, Outcome]) -> None:
-            for index, outcome in outcomes.items():
+        def settle(results: Mapping[int, int | Exception]) -> None:
+            for index, result in results.items():
                 with suppress(InvalidStateError):
-                    if isinstance(outcome, BaseException):
-                        sent[index].set_exception(outcome)
+                    if isinstance(result, Exception):
+                        sent[index].set_exception(result)
                     else:
-                        sent[index].set_result(outcome)
+                        sent[index].set_result(result)
 
         def wait() -> None:
             try:
@@ -272,7 +273,7 @@ class Learner:
         sender = threading.Thread(target=wait, daemon=True)
         self._senders = [*filter(threading.Thread.is_alive, self._senders), sender]
         sender.start()
-        return [sent[engine.index] for engine in receivers]
+        return sent
 
     def save(self, folder: Path) -> dict[str, Entry]:
         parts = self._with_folder("save", folder, f"saving {folder}")
@@ -645,13 +646,19 @@ class TrainerWorker:
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
         """Put the weights into Ray's object store from rank 0, one bucket at a time."""
-        return [ray_timeouts.put(bucket) for bucket in self.engine.publish()]
+        from keel.weights.channel import Bucket  # noqa: PLC0415  (loads torch)
 
-    def send(self, receivers: Sequence[Receiver]) -> dict[int, Outcome]:
-        """Send the weights to this rank's engines. Every rank must call this."""
+        return [
+            ray_timeouts.put(Bucket(entries=entries, data=flat.cpu().numpy()))
+            for entries, flat in self.engine.buckets(requested=self._rank == 0)
+        ]
+
+    def send(self, engines: Mapping[int, Any]) -> dict[int, int | Exception]:
+        """Send the weights to this rank's engines, given as actors by index. Returns
+        `Sender.send`'s result. Every rank must call this."""
         assert self._sender is not None
-        buckets = self.engine.buckets(requested=bool(receivers))
-        return self._sender.send(buckets, receivers, self.engine.version)
+        buckets = self.engine.buckets(requested=bool(engines))
+        return self._sender.send(buckets, engines, self.engine.version)
 
     def save(self, folder: str) -> dict[str, Entry]:
         return self.engine.save(Path(folder))

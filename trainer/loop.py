@@ -128,10 +128,10 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
             publishing = evaluating or step % algorithm.publish_every == 0
             if publishing and guard.continues(result):
                 with clock.time("sync"), guard.deferred_errors("publishing weights"):
-                    stream.wait_for_adoption(should_abort)
-                    stream.track_adoption(step, parts.push(result.version))
+                    stream.wait_for_update(should_abort)
+                    stream.track_update(step, parts.push(result.version))
                     if evaluating or algorithm.max_lag == 0:
-                        stream.wait_for_adoption(should_abort)
+                        stream.wait_for_update(should_abort)
             sampled = summarize(batch.groups, version=version, discarded=batch.discarded)
             metrics = merge([sampled, batch.metrics, result.metrics])  # both can drop completions
             metrics |= parts.rewards.metrics()

@@ -39,8 +39,7 @@ from keel.rl.turns import THINK
 from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.parsing import find_thinking_marks
-from keel.rollout.chat.render import name_of
-from keel.rollout.engine.conversion import render_prompt
+from keel.rollout.chat.render import name_of, render_prompt
 from keel.trainer.build_agents import check_chat, check_environments
 from keel.trainer.placement.families import (
     check_engine,

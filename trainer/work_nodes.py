@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import ray
-from ray.exceptions import ObjectLostError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from keel.agents.runner import PURPOSES, raise_file_limit
@@ -44,7 +43,7 @@ from keel.rewards.sandbox.sandbox import open_sandbox
 from keel.rl.futures import failed, on_thread, settle
 from keel.rl.turns import Message, ToolCall
 from keel.rl.types import Prompt, Verdict
-from keel.rollout.ray_engines import as_future
+from keel.rollout.pool import as_future
 from keel.rollout.spec import EngineError
 from keel.trainer.placement.ray_internals import own_processes
 from keel.trainer.run.restarts import WorkerLost
@@ -62,7 +61,6 @@ _AGAIN_S = 60.0
 _MAX_LOSSES = 3
 """Maximum number of times that completions are verified again because a node was lost."""
 _CLOSE_S = 5.0
-_LOST = (*ray_timeouts.GONE, ObjectLostError)
 _Load = Literal["jobs", "episodes"]
 
 
@@ -184,7 +182,7 @@ class _Node:
         the future cancels the call."""
         try:
             ref = ray_timeouts.call(getattr(self.actor, method), *arguments, **named)
-            return as_future(ref, _LOST)
+            return as_future(ref)
         except Exception as error:  # the callers' futures must resolve
             return failed(error)
 

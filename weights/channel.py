@@ -38,7 +38,7 @@ ALIGNMENT = 64  # alignment of tensors in bytes, so that they can be used withou
 POLL_S = 1e-4
 _CHECK_S = 0.02
 """Seconds between checks that the peer is alive. Such a check is more expensive than a poll."""
-_NCCL_TIMEOUT = timedelta(days=1)  # a timeout that NCCL never reaches, because `send` has its own
+_NCCL_TIMEOUT = timedelta(days=1)  # never reached, because `_broadcast` has its own timeout
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 Rendezvous = tuple[str, int]
@@ -85,18 +85,6 @@ class Bucket:
 
 FlatBucket = tuple[tuple[TensorEntry, ...], Tensor]
 """A bucket on the device of its tensors: the tensor table and the bytes as one flat tensor."""
-
-
-def in_host_memory(buckets: Iterable[FlatBucket]) -> Iterator[Bucket]:
-    """Copy buckets to host memory, for Ray's object store."""
-    for entries, flat in buckets:
-        yield Bucket(entries=entries, data=flat.cpu().numpy())
-
-
-def host_bytes(bucket: Bucket) -> Tensor:
-    """Return a bucket's bytes as a tensor in host memory. Read-only bytes are copied first."""
-    assert isinstance(bucket.data, np.ndarray)
-    return torch.from_numpy(bucket.data if bucket.data.flags.writeable else bucket.data.copy())
 
 
 def unpack_flat(entries: Iterable[TensorEntry], flat: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -170,15 +158,21 @@ class Channel:
         self._options = dist.BroadcastOptions()
         self._options.rootRank = 0
 
+    def send(self, flat: Tensor, check: Callable[[], None] = lambda: None) -> None:
+        """Send the bytes of `flat` to the engine's workers and wait until all have been sent.
+        `check` raises an error if the engine has failed. See `_broadcast`."""
+        self._broadcast(flat, check)
+
     def receive(self, data: ChannelData) -> Tensor:
+        """Receive the bytes of a bucket. See `_broadcast`."""
         flat = torch.empty(data.size, dtype=torch.uint8, device=self._device)
-        self.send(flat)  # every rank takes part in the broadcast
+        self._broadcast(flat, lambda: None)
         return flat
 
-    def send(self, flat: Tensor, check: Callable[[], None] = lambda: None) -> None:
-        """Broadcast `flat` and wait until all bytes have been sent. `check` raises an error if the
-        engine has failed. Raises TimeoutError if the broadcast takes too long, and ConnectionError
-        if the channel breaks or is closed. Any error closes the channel."""
+    def _broadcast(self, flat: Tensor, check: Callable[[], None]) -> None:
+        """Take part in a broadcast of `flat` from the trainer. Raises TimeoutError if it takes too
+        long, and ConnectionError if the channel breaks or is closed. Any error closes the
+        channel."""
         if self._group is None:
             raise ConnectionError("the weight channel is closed")
         end = time.monotonic() + self._timeout_s

@@ -1,12 +1,18 @@
-"""Load new weights into a running vLLM engine, one bucket at a time. vLLM's layerwise reload
+"""The engine's side of a weight update: `WeightsExtension` runs in vLLM's workers, and
+`TensorChecklist` in the engine's own process.
+
+New weights are loaded into the running engine one bucket at a time. vLLM's layerwise reload
 collects the tensors of each layer, converts them as it did when the model was first loaded, and
 copies the result into the tensors that kernels and CUDA graphs use. Calling `load_weights` alone
 would leave the model only partly loaded. Later updates repeat the copies of the first one without
 vLLM's loader (see `keel.weights.copy_plan`)."""
 
+from __future__ import annotations
+
 import logging
+import re
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -27,6 +34,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from keel.model.load import LOAD_FORMAT, readable_tensors
+from keel.model.transformers_internals import unused_tensor_patterns
 from keel.weights.channel import (
     Bucket,
     Channel,
@@ -37,12 +45,14 @@ from keel.weights.channel import (
     SharedView,
     attempt,
     gpu_id,
-    host_bytes,
     unpack_flat,
 )
 from keel.weights.copy_plan import CopyPlan, LoadTracer
 
 _LOG = logging.getLogger(__name__)
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_COMPUTED = re.compile(r"\brotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)$")
+"""Tensors in old checkpoints that the engine and the trainer compute themselves."""
 # Drop warnings about layers that only hold tables; `TensorChecklist` checks for missing tensors. A
 # filter, because vLLM resets the levels of its loggers when it builds an engine.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
@@ -175,7 +185,8 @@ class WeightsExtension:
                 flat = flat.clone()
                 torch.cuda.current_stream().synchronize()
             return flat
-        flat = host_bytes(bucket)
+        writeable = bucket.data.flags.writeable  # not from Ray's object store
+        flat = torch.from_numpy(bucket.data if writeable else bucket.data.copy())
         return flat.to(self.device) if on_device else flat
 
     @torch.inference_mode()
@@ -215,3 +226,73 @@ class WeightsExtension:
 
         modules = self.model_runner.get_model().modules()
         return [module for module in modules if is_deferred_attention_layer(module)]
+
+
+class TensorChecklist:
+    """Checks that all tensors of an update have arrived, because vLLM does not notice every missing
+    tensor."""
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        *,
+        layers: int,
+        tied: bool,
+        decoder: str = "",
+        unread: Iterable[str] = (),
+    ) -> None:
+        """Create a checklist from the tensor names in the checkpoint.
+
+        `layers` is the number of layers, not counting the multi-token prediction layers. Those come
+        last, and neither the engine nor the trainer loads them. If `tied` is set, the output
+        embedding is the input embedding and may be missing. `decoder` is the decoder's prefix in
+        tensor names; names without it are accepted too. `unread` lists patterns for tensors that
+        the trainer doesn't load.
+        """
+        self._prefix = f"{decoder}."
+        self._required: set[str] = set()
+        self._optional = {"lm_head.weight"} if tied else set[str]()
+        for name in map(self._plain, names):
+            layer = _LAYER.search(name)
+            # Patterns that name whole layers mean those behind the last one, hence without numbers.
+            if any(re.search(pattern, _LAYER.sub(".", name)) for pattern in unread):
+                self._optional.add(name)
+            elif not _COMPUTED.search(name) and (layer is None or int(layer[1]) < layers):
+                self._required.add(name)
+        self._required -= self._optional
+        self._missing: set[str] = set()
+
+    @staticmethod
+    def of_checkpoint(path: str, text: PreTrainedConfig) -> TensorChecklist:
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), PreTrainedModel)
+        return TensorChecklist(
+            readable_tensors(path, "np"),
+            layers=text.num_hidden_layers,
+            tied=bool(getattr(text, "tie_word_embeddings", False)),
+            decoder=kind.base_model_prefix,
+            unread=unused_tensor_patterns(kind),
+        )
+
+    def begin(self) -> None:
+        self._missing = set(self._required)
+
+    def arrived(self, bucket: Bucket) -> None:
+        for entry in bucket.entries:
+            name = self._plain(entry.name)
+            if name not in self._required and name not in self._optional:
+                raise ValueError(
+                    f"weight update: the engine's checkpoint has no tensor {entry.name!r}; publish "
+                    "the names that save_pretrained writes (one tensor for each expert)"
+                )
+            self._missing.discard(name)
+
+    def finish(self) -> None:
+        if self._missing:
+            first = ", ".join(sorted(self._missing)[:3])
+            raise ValueError(
+                f"weight update: {len(self._missing)} of {len(self._required)} tensors did not "
+                f"arrive, among them {first}; the engine would mix old and new weights"
+            )
+
+    def _plain(self, name: str) -> str:
+        return name.removeprefix(self._prefix)

@@ -39,7 +39,6 @@ from keel.weights.channel import (
     TensorEntry,
     gpu_id,
 )
-from keel.weights.sync import Outcome, Receiver
 
 _GRACE_S = 5.0  # seconds to wait for the engine to report an error after a channel breaks
 
@@ -232,42 +231,40 @@ class Sender:
         self._reached = False  # True once a bucket has reached an engine
 
     def send(
-        self, buckets: Iterator[FlatBucket], receivers: Sequence[Receiver], version: int
-    ) -> dict[int, Outcome]:
-        """Send weights tagged with `version`, and return each engine's outcome by index. Consumes
-        all of `buckets` even if every engine fails, because under ZeRO-3 the other ranks take part
-        in gathering each bucket."""
-        outcomes: dict[int, Outcome] = {}
-        remaining = list(receivers)
+        self, buckets: Iterator[FlatBucket], engines: Mapping[int, Any], version: int
+    ) -> dict[int, int | Exception]:
+        """Send weights tagged with `version` to engines, given as actors by index. Returns for each
+        engine the version that it samples from, or the error that stopped its update. Consumes all
+        of `buckets` even if every engine fails, because under ZeRO-3 the other ranks take part in
+        gathering each bucket."""
+        results: dict[int, int | Exception] = dict.fromkeys(engines, version)
 
-        def for_each(act: Callable[[Receiver], None]) -> None:
-            for receiver in tuple(remaining):
+        def for_each(act: Callable[[int], None]) -> None:
+            for index in [index for index, result in results.items() if result == version]:
                 try:
-                    act(receiver)
+                    act(index)
                 except Exception as error:  # the other engines continue
-                    remaining.remove(receiver)
-                    self._unlink(receiver.index)
-                    outcomes[receiver.index] = _outcome_of(error)
+                    self._unlink(index)
+                    results[index] = _plain_error(error)
 
         checksum, begun = Checksum(), False
         for bucket in buckets:
             if not begun:  # by now the rank has freed memory for an engine that wakes up
-                for_each(self._begin)
+                for_each(lambda index: self._begin(index, engines[index]))
                 begun = True
-            if receivers:
+            if engines:
                 checksum.add(bucket[1])
             for_each(partial(self._send_bucket, bucket))
             del bucket  # frees memory for the next one
         total = checksum.value()
-        for_each(lambda receiver: self._links[receiver.index].finish(version, total))
-        return {**outcomes, **{receiver.index: version for receiver in remaining}}
+        for_each(lambda index: self._links[index].finish(version, total))
+        return results
 
-    def _send_bucket(self, bucket: FlatBucket, receiver: Receiver) -> None:
-        self._links[receiver.index].send(bucket)
+    def _send_bucket(self, bucket: FlatBucket, index: int) -> None:
+        self._links[index].send(bucket)
         self._reached = True
 
-    def _begin(self, receiver: Receiver) -> None:
-        index, actor = receiver.index, receiver.actor
+    def _begin(self, index: int, actor: Any) -> None:
         if index in self._links and self._links[index].actor_hash != hash(actor):
             self._unlink(index)
         if index not in self._links:
@@ -312,17 +309,19 @@ class Sender:
             raise TimeoutError(late) from error
 
 
-def _outcome_of(error: Exception) -> Exception:
+def _plain_error(error: Exception) -> Exception:
+    """Return an engine's own error without tracebacks, whose frames would keep buckets in GPU
+    memory."""
     cause = ray_timeouts.cause(error)
-    outcome = cause if isinstance(cause, Exception) else error
-    if isinstance(outcome, ConnectionError):
+    result = cause if isinstance(cause, Exception) else error
+    if isinstance(result, ConnectionError):
         # Either end may have noticed; the other may be gone before Ray knows.
-        outcome = TimeoutError(str(outcome))
-    for each in (error, outcome):
-        while each is not None:  # frames in tracebacks would keep buckets in GPU memory
+        result = TimeoutError(str(result))
+    for each in (error, result):
+        while each is not None:
             each.__traceback__ = None
             each = each.__cause__ or each.__context__
-    return outcome
+    return result
 
 
 def _raise_failure(answer: Any, wait_s: float | None = None) -> None:

@@ -15,45 +15,32 @@ An update makes these calls:
             RolloutWorker.receive     EngineThread.receive, which carries out each message
           or, through the store       RolloutWorker.update on every engine;
                                       bytes through Ray's object store
-    BatchStream.track_adoption        counts the batch as adopted once the update is done
+    BatchStream.track_update          frees slots of the buffer once the update is done
 
 Both paths end in the same calls on the engine: `begin_update`, `load_bucket` for each bucket and
 `finish_update` go from `EngineThread` to `VllmEngine`, and from there to `WeightsExtension` in
 vLLM's workers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from keel.model import ray_timeouts
 
-Outcome = int | Exception
-"""The version that an updated engine samples from, or the error that stopped its update."""
-
-
-@dataclass(frozen=True, slots=True)
-class Receiver:
-    """An engine that receives weights. `actor` is the Ray actor of its `RolloutWorker`."""
-
-    index: int
-    actor: Any
-
-
-Transfer = Callable[[Sequence[Receiver]], Sequence[Future[int]]]
-"""Starts sending weights. Returns one future per engine, which resolves to the version that the
-engine samples from."""
+Transfer = Callable[[Mapping[int, Any]], Mapping[int, Future[int]]]
+"""Starts sending weights to engines, given as Ray actors (`RolloutWorker`) by index. Returns a
+future for each engine, which resolves to the version that it then samples from."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSync:
-    """Sends the trainer's weights to every engine: directly from the ranks if `direct` is set,
-    otherwise through Ray's object store."""
+    """Sends the trainer's weights to every engine: directly from the ranks if `Learner.direct` is
+    set, otherwise through Ray's object store."""
 
-    source: Any  # `keel.trainer.learner.Learner`
-    engines: Any  # `keel.rollout.pool.RolloutPool`
-    direct: bool
+    learner: Any  # `keel.trainer.learner.Learner`
+    pool: Any  # `keel.rollout.pool.RolloutPool`
     before: Callable[[int], None] = lambda _: None
     """Called with the version just before the engines receive weights."""
 
@@ -64,17 +51,14 @@ class WeightSync:
         Blocks until there is room for the weights on the GPUs and, unless they are sent directly,
         until all of them are in the object store.
         """
-        self.source.put_engines_to_sleep()
-        transfer = self.source.send if self.direct else self._through_store(version)
+        self.learner.put_engines_to_sleep()
+        transfer = self.learner.send if self.learner.direct else self._through_store(version)
         self.before(version)
-        return self.engines.update(version, transfer)
+        return self.pool.update(version, transfer)
 
     def _through_store(self, version: int) -> Transfer:
-        buckets = list(self.source.put_weights())
-
-        def transfer(receivers: Sequence[Receiver]) -> list[Future[int]]:
-            # Ray copies each bucket to a node once.
-            updates = [receiver.actor.update for receiver in receivers]
-            return [ray_timeouts.call(update, version, buckets).future() for update in updates]
-
-        return transfer
+        buckets = list(self.learner.put_weights())  # Ray copies each bucket to a node once
+        return lambda engines: {
+            index: ray_timeouts.call(actor.update, version, buckets).future()
+            for index, actor in engines.items()
+        }

@@ -18,6 +18,8 @@ from keel.rl import strict_json
 from keel.rl.turns import THINK, ThinkingMarks, ToolSpec
 from keel.rollout.chat.render import Encoder
 
+_THINK_BLOCK = re.compile(f"{THINK.open}(.*?){THINK.close}", re.DOTALL)
+
 HARMONY = ThinkingMarks("<|channel|>analysis<|message|>", "<|channel|>final<|message|>")
 """Thinking marks of gpt-oss, whose turns consist of several messages (`read_harmony`)."""
 HARMONY_CONTROLS = "<|start|> <|channel|> <|constrain|> <|message|> <|end|> <|call|> <|return|>"
@@ -329,6 +331,70 @@ def read_harmony(text: str, *, tools_in_thinking: bool) -> ParsedTurn:
         else:
             content.append(body)
     return ParsedTurn("\n".join(content).strip(), "\n".join(reasoning).strip(), items)
+
+
+def decode_all(
+    tokenizer: Any, completions: Sequence[Sequence[int]], marks: ThinkingMarks = THINK
+) -> list[str]:
+    """Decode completions without special tokens, and replace the model's thinking marks with
+    `THINK`."""
+    completions = [list(ids) for ids in completions]
+    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {i: str(token) for i, token in added.items() if token.special}
+    shown = HARMONY_CONTROLS if marks == HARMONY else f"{marks.open} {marks.close}"
+    hidden = {i for i, text in special.items() if text not in shown}
+    skip = len(hidden) == len(special)  # all special tokens are hidden
+    if hidden and not skip:
+        completions = [[index for index in ids if index not in hidden] for ids in completions]
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        # On all cores; transformers decodes one at a time.
+        texts = fast.decode_batch(completions, skip_special_tokens=skip)
+    else:
+        texts = [tokenizer.decode(ids, skip_special_tokens=skip) for ids in completions]
+    return [_translate_marks(text, marks) for text in texts]
+
+
+def _translate_marks(text: str, marks: ThinkingMarks) -> str:
+    """Replace a model's thinking marks with `THINK`, the marks that rewards look for.
+
+    If a model with other marks writes `THINK` as plain text, a space is inserted so that it isn't
+    mistaken for a mark.
+    """
+    if marks == THINK:
+        return text
+    for usual in (THINK.open, THINK.close):
+        text = text.replace(usual, f"{usual[0]} {usual[1:]}")
+    if marks != HARMONY:
+        return text.replace(marks.open, THINK.open).replace(marks.close, THINK.close)
+    turn = read_harmony(text, tools_in_thinking=False)
+    stray = [call.text for call in turn.calls if isinstance(call, BadCall)]
+    thoughts = "\n".join([*filter(None, [turn.reasoning]), *stray])
+    if not thoughts:
+        return turn.content
+    return f"{THINK.open}{thoughts}" + f"{THINK.close}{turn.content}" * bool(turn.content)
+
+
+def split_message(raw: str, *, thinking: bool) -> dict[str, str]:
+    """Convert a completion to a message with `content`, `raw` and, if there is thinking,
+    `reasoning_content`.
+
+    Set `thinking` if the prompt already opened the think block. If the block is never closed, all
+    text counts as reasoning, so an answer inside it does not count.
+    """
+    opens = raw.lstrip().startswith(THINK.open)
+    text = THINK.open + raw if thinking and not opens else raw
+    # No block begins after the last closing mark; searching there would take quadratic time.
+    before, end, behind = text.rpartition(THINK.close)
+    content = _THINK_BLOCK.sub("", before + end) + behind
+    if THINK.open in content:
+        content, reasoning = "", text.replace(THINK.open, "").replace(THINK.close, "")
+    else:
+        reasoning = "\n".join(_THINK_BLOCK.findall(before + end))
+    message = {"role": "assistant", "content": content.strip()}
+    if reasoning.strip():
+        message["reasoning_content"] = reasoning.strip()
+    return {**message, "raw": raw}
 
 
 def _parse_blocks(text: str, start: str, end: str, read: Callable[[str], _Call]) -> _Calls:

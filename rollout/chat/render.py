@@ -19,7 +19,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from keel.model.hub import written_by_code
-from keel.rl.turns import USER_ROLES, Message
+from keel.rl.turns import THINK, USER_ROLES, Message, ThinkingMarks
+from keel.rl.types import Prompt
 
 _INSIDE, _EDGE = "\U0010fffc", "\U0010fffd"
 """Private-use characters that mark text from outside the template. `_INSIDE` breaks up text that
@@ -232,6 +233,34 @@ def render(
         reasoning=thinking,  # Command A
         tokenize=False,
     )
+
+
+def render_prompt(
+    tokenizer: Any, prompt: Prompt, marks: ThinkingMarks = THINK
+) -> tuple[list[int], bool]:
+    """Convert a prompt to token ids with the chat template. A raw prompt is tokenized as is,
+    preceded by the tokenizer's start token. Also returns True if the prompt ends inside a think
+    block, which the policy has to close.
+
+    `marks` are the strings that open and close the model's thinking. Raises ValueError if there are
+    no token ids.
+    """
+    if prompt.raw:
+        (message,) = prompt.messages
+        text = str(message["content"])
+        token_ids = tokenizer.encode(text, add_special_tokens=True)
+        if token_ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers end every text
+            token_ids = token_ids[:-1]
+    else:
+        messages = [dict(message) for message in prompt.messages]
+        tools = [dict(tool) for tool in prompt.tools]
+        text = render(tokenizer, messages, tools, thinking=prompt.thinking)
+        check_shown(messages, text)
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+    if not token_ids:
+        source = "tokenizer" if prompt.raw else "chat template"
+        raise ValueError(f"prompt {prompt.prompt_id}: the {source} renders it to nothing")
+    return token_ids, text.rstrip().endswith(marks.open)
 
 
 def check_shown(messages: Sequence[Mapping[str, Any]], text: str) -> None:

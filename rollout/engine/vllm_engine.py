@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -35,13 +35,9 @@ from keel.model.hub import fp8_block
 from keel.model.load import LOAD_FORMAT, full_attention, tokenizer_with
 from keel.model.routing import is_moe
 from keel.rl.turns import THINK, TurnRequest, TurnResult, seed_of
-from keel.rollout.chat.parsing import find_thinking_marks
-from keel.rollout.engine.conversion import (
-    Job,
-    Result,
-    decode_all,
-    render_prompt,
-)
+from keel.rl.types import Group, Prompt, Recordings, Segment, Trajectory, join_recordings
+from keel.rollout.chat.parsing import decode_all, find_thinking_marks, split_message
+from keel.rollout.chat.render import render_prompt
 from keel.rollout.engine.patches import (
     cap_kv_cache,
     install_invariant_kernels,
@@ -52,9 +48,9 @@ from keel.rollout.recording.base import Recorder, RecordingOptions, core_of, rec
 from keel.rollout.recording.native import NativeRecorder
 from keel.rollout.recording.packed import PackedRecorder
 from keel.rollout.recording.v1 import V1Recorder
-from keel.rollout.spec import EngineError, EngineSpec, RecordingError, SampleRequest
+from keel.rollout.spec import EngineError, EngineSpec, LostTurn, RecordingError, SampleRequest
 from keel.weights.channel import Bucket, Rendezvous, call_workers
-from keel.weights.checklist import TensorChecklist
+from keel.weights.loader import TensorChecklist
 
 VERSION = "0.32.0"
 _MAX_DRAIN_STEPS = 64  # vLLM schedules one or two steps ahead
@@ -67,8 +63,84 @@ _RECORDERS: Mapping[str, type[Recorder]] = {
     "packed": PackedRecorder,
     "v1": V1Recorder,
 }
+Result = Group | TurnResult | LostTurn  # raising an error would stop the engine
+NOT_FINITE = (
+    "not finite: a token's log-probability is not a number. The model's logits may overflow in "
+    "rollout.dtype"
+)
 _NO_TOKEN = "late: had no token when the time of its group was up (rollout.timeout_s)"
 _NOT_CUT = "late: had no further token after the time of its group was up (rollout.timeout_s)"
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """A group of completions of `prompt`, or one turn of `conversation`. Each completion is a
+    request to vLLM."""
+
+    label: str
+    context: Sequence[int] | NDArray[np.int32]
+    sampling: SamplingConfig
+    recording: RecordingOptions
+    prompt: Prompt | None = None
+    thinking: bool = False  # True if the prompt ends inside a think block
+    conversation: str = ""
+    stop_ids: tuple[int, ...] = ()
+    requests: dict[str, int] = field(default_factory=dict[str, int])  # number by unfinished name
+    done: dict[int, tuple[TurnResult, str]] = field(
+        default_factory=dict[int, tuple[TurnResult, str]]
+    )
+    dropped: list[str] = field(default_factory=list[str])
+    cut: bool = False  # after the deadline, each unfinished request ends with its next token
+
+    def add(self, sibling: int, sampled: TurnResult, text: str) -> None:
+        """Add a completion. `text` is its text without special tokens, or "" for a turn, which the
+        chat format decodes."""
+        if np.isfinite(sampled.logp_old_R).all():
+            self.done[sibling] = sampled, text
+        else:
+            self.dropped.append(NOT_FINITE)
+
+    def result(self) -> Result:
+        """Return the group or turn. A turn has no tokens if its deadline passed before the first
+        token was sampled."""
+        if self.prompt is not None:
+            trajectories = tuple(
+                self._trajectory(self.prompt, sibling, *self.done[sibling])
+                for sibling in sorted(self.done)
+            )
+            return Group(prompt=self.prompt, trajectories=trajectories, dropped=tuple(self.dropped))
+        if NOT_FINITE in self.dropped:
+            return LostTurn(NOT_FINITE)
+        if self.done:
+            return self.done[0][0]
+        return TurnResult(
+            token_ids_R=np.zeros(0, np.int32),
+            logp_old_R=np.zeros(0, np.float32),
+            version_R=np.zeros(0, np.int32),
+            finish_reason="deadline",
+        )
+
+    def _trajectory(
+        self, prompt: Prompt, sibling: int, sampled: TurnResult, text: str
+    ) -> Trajectory:
+        before = len(self.context)
+        tokens = before + len(sampled.token_ids_R)
+        assert isinstance(sampled.recordings, Recordings)
+        segment = Segment(
+            prompt_id=prompt.prompt_id,
+            token_ids_T=np.concatenate([np.array(self.context, np.int32), sampled.token_ids_R]),
+            trainable_T=np.arange(tokens) >= before,
+            logp_old_T=np.concatenate([np.zeros(before, np.float32), sampled.logp_old_R]),
+            version_T=np.concatenate([np.full(before, -1, np.int32), sampled.version_R]),
+            **join_recordings([(before, sampled.recordings)], tokens),
+        )
+        return Trajectory(
+            prompt_id=prompt.prompt_id,
+            sibling=sibling,
+            segments=(segment,),
+            finish_reason=sampled.finish_reason,
+            messages=(split_message(text, thinking=self.thinking),),
+        )
 
 
 class VllmEngine:
@@ -94,21 +166,21 @@ class VllmEngine:
 
         config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=False)
         text = config.get_text_config()
-        self._routes = spec.keep_routing and is_moe(text)
-        self._masks = spec.keep_sampling_mask
+        self._records_routes = spec.keep_routing and is_moe(text)
+        self._records_masks = spec.keep_sampling_mask
         # Contexts of at most this many tokens are attended to whole.
         index_top_k = getattr(text, "index_topk", 0)
-        self._selection = spec.keep_selection and 0 < index_top_k < spec.max_model_len
+        self._records_selection = spec.keep_selection and 0 < index_top_k < spec.max_model_len
         name = recorder_name(spec.config, gpu=not cpu, full_attention=full_attention(text))
-        if self._selection and name != "native":
+        if self._records_selection and name != "native":
             raise ValueError(
                 f"algorithm.keep_selection = true: the {name} recorder does not record selections. "
                 "Leave rollout.recorder out, or set keep_selection: false"
             )
         self._recorder = _RECORDERS[name](
-            routes=self._routes,
-            sampling_mask=self._masks and spec.config.sampling.truncated,
-            selection=self._selection,
+            routes=self._records_routes,
+            sampling_mask=self._records_masks and spec.config.sampling.truncated,
+            selection=self._records_selection,
         )
         if spec.batch_invariant:
             install_invariant_kernels()
@@ -137,9 +209,9 @@ class VllmEngine:
         """Start sampling a group or a turn. `step` yields the result, tagged with `number`, as soon
         as it is complete. Raises ValueError if the prompt does not fit."""
         recording = RecordingOptions(
-            routes=record and self._routes,
-            sampling_mask=record and self._masks and sampling.truncated,
-            selection=record and self._selection,
+            routes=record and self._records_routes,
+            sampling_mask=record and self._records_masks and sampling.truncated,
+            selection=record and self._records_selection,
             routes_from=request.routes_from if isinstance(request, TurnRequest) else 0,
         )
         if isinstance(request, TurnRequest):

@@ -50,8 +50,7 @@ from keel.rollout.spec import (
 
 if TYPE_CHECKING:
     from keel.configs.schema import RolloutConfig
-    from keel.rollout.engine.conversion import Result
-    from keel.rollout.engine.vllm_engine import VllmEngine
+    from keel.rollout.engine.vllm_engine import Result, VllmEngine
     from keel.weights.channel import Bucket, Mailbox, Rendezvous
 
 _STOP_S = 60.0
@@ -111,7 +110,7 @@ class EngineThread:
         recorded, LostTurn if a turn has a log-probability that is not finite, and EngineError if
         the engine breaks or its last update failed.
         """
-        job, future, timeout_s = next(self._numbers), Future[Any](), self._config.timeout_s
+        number, future, timeout_s = next(self._numbers), Future[Any](), self._config.timeout_s
         if isinstance(request, TurnRequest):
             timeout_s = min(request.timeout_s, timeout_s)
 
@@ -120,16 +119,16 @@ class EngineThread:
                 return
             if self._failure:
                 raise EngineError(f"its weights are incomplete, an update failed: {self._failure}")
-            self._in_flight[job] = _JobInFlight(future, self._busy_s, self._busy_s + timeout_s)
+            self._in_flight[number] = _JobInFlight(future, self._busy_s, self._busy_s + timeout_s)
             try:
-                engine.add(job, request, sampling=sampling, record=record)
+                engine.add(number, request, sampling=sampling, record=record)
             except BaseException:
-                self._abort(job, engine)
+                self._abort(number, engine)
                 raise
 
         def on_done(done: Future[Any]) -> None:
             if done.cancelled():
-                self._commands.put(_Command(partial(self._abort, job), Future()))
+                self._commands.put(_Command(partial(self._abort, number), Future()))
 
         def on_started(started: Future[Any]) -> None:
             if (error := started.exception()) is not None:
@@ -179,8 +178,8 @@ class EngineThread:
         `rollout.weight_updates` is "drain"."""
 
         def interrupt(engine: VllmEngine) -> None:
-            for job, result in act(engine):
-                self._resolve(job, result)
+            for number, result in act(engine):
+                self._resolve(number, result)
             self._failure = ""
 
         when = "idle" if self._config.weight_updates == "drain" else "now"
@@ -245,8 +244,8 @@ class EngineThread:
         try:
             while self._run_commands(engine):
                 self._step_begin = begin = time.perf_counter()
-                for job, result in chain(self._cut_overdue(engine), engine.step()):
-                    self._resolve(job, result)
+                for number, result in chain(self._cut_overdue(engine), engine.step()):
+                    self._resolve(number, result)
                 step_s = time.perf_counter() - begin
                 self._busy_s += step_s
                 self._longest_s = max(self._longest_s, step_s)
@@ -290,17 +289,17 @@ class EngineThread:
         return command.when == "now" or not engine.busy
 
     def _cut_overdue(self, engine: VllmEngine) -> Iterator[tuple[int, Result]]:
-        for job, entry in list(self._in_flight.items()):
+        for number, entry in list(self._in_flight.items()):
             if entry.deadline <= self._busy_s:
                 entry.deadline = self._busy_s + CUT_S
-                yield from engine.cut(job)
+                yield from engine.cut(number)
 
-    def _abort(self, job: int, engine: VllmEngine) -> None:
-        self._in_flight.pop(job, None)
-        engine.abort(job)
+    def _abort(self, number: int, engine: VllmEngine) -> None:
+        self._in_flight.pop(number, None)
+        engine.abort(number)
 
-    def _resolve(self, job: int, result: Result) -> None:
-        entry = self._in_flight.pop(job, None)
+    def _resolve(self, number: int, result: Result) -> None:
+        entry = self._in_flight.pop(number, None)
         if entry is None or not entry.future.set_running_or_notify_cancel():
             return
         if isinstance(result, LostTurn):
@@ -319,7 +318,7 @@ def _fail(futures: Iterable[Future[Any]], error: BaseException) -> None:
 
 
 class RolloutWorker:
-    """Runs one engine. `keel.rollout.ray_engines` makes it an asyncio actor."""
+    """Runs one engine. `keel.rollout.pool.RayEngine` makes it an asyncio actor."""
 
     def __init__(self, spec: EngineSpec) -> None:
         ray_timeouts.exit_with_raylet()

@@ -42,7 +42,8 @@ class Recorder(ABC):
     vLLM's internal ids."""
 
     def __init__(self, *, routes: bool, sampling_mask: bool, selection: bool = False) -> None:
-        self._routes, self._masks, self._selection = routes, sampling_mask, selection
+        self._records_routes, self._records_masks = routes, sampling_mask
+        self._records_selection = selection
         self._options: dict[str, RecordingOptions] = {}
         """Maps each unfinished request to its recording options."""
         self._saved: dict[str, NDArray[Any]] = {}

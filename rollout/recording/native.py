@@ -37,13 +37,13 @@ class NativeRecorder(Recorder):
 
     def __init__(self, **recorded: bool) -> None:
         super().__init__(**recorded)
-        if self._selection:
+        if self._records_selection:
             self.worker_extension = "keel.rollout.recording.selection.SelectionExtension"
 
     def engine_args(self) -> dict[str, Any]:
         return {
-            "enable_return_routed_experts": self._routes,
-            "return_sampling_mask": self._masks,
+            "enable_return_routed_experts": self._records_routes,
+            "return_sampling_mask": self._records_masks,
         }
 
     def attach(self, engine: LLMEngine) -> None:
@@ -52,7 +52,7 @@ class NativeRecorder(Recorder):
         self._engine = engine
         self._blocks: dict[str, list[int]] = {}
         """Cache blocks of requests that finished in the last step and have a selection."""
-        if self._selection:
+        if self._records_selection:
             self._top_k = engine.vllm_config.model_config.hf_text_config.index_topk
             scheduler = core_of(engine).scheduler
             self._save_before_preemption(scheduler, self._selected)
@@ -70,7 +70,7 @@ class NativeRecorder(Recorder):
         return self._engine.collective_rpc("keel_selections", args=(blocks, first, tokens))[0]
 
     def sampling_args(self, sampling: SamplingConfig, options: RecordingOptions) -> dict[str, Any]:
-        bound = default_top_k(sampling, options) if self._masks else {}
+        bound = default_top_k(sampling, options) if self._records_masks else {}
         start = {"routed_experts_prompt_start": options.routes_from} if options.routes else {}
         return {"logprobs": 0, "flat_logprobs": True, **bound, **start}
 

@@ -46,8 +46,8 @@ class PackedRecorder(Recorder):
 
     def engine_args(self) -> dict[str, Any]:
         return {
-            "enable_return_routed_experts": self._routes,
-            "return_sampling_mask": self._masks,
+            "enable_return_routed_experts": self._records_routes,
+            "return_sampling_mask": self._records_masks,
             "scheduler_cls": AsyncFastScheduler,
             "async_scheduling": True,
         }
@@ -57,13 +57,13 @@ class PackedRecorder(Recorder):
         self._ahead: dict[str, NDArray[np.int16]] = {}
         """Routes that were read together with those of another request, but have not been requested
         yet."""
-        engine.collective_rpc("keel_install_fast", args=(self._routes,))
-        if self._routes:
+        engine.collective_rpc("keel_install_fast", args=(self._records_routes,))
+        if self._records_routes:
             self._scheduler.aux_output_connector = None  # routes stay on the GPU
             self._save_before_preemption(self._scheduler, self._read)
 
     def sampling_args(self, sampling: SamplingConfig, options: RecordingOptions) -> dict[str, Any]:
-        if not self._masks:
+        if not self._records_masks:
             return {"logprobs": 0}
         unmasked = {} if options.sampling_mask else {"extra_args": {UNMASKED: True}}
         return {"logprobs": 0, **unmasked, **default_top_k(sampling, options)}

@@ -116,7 +116,7 @@ class V1Recorder(Recorder):
         """Maps each unfinished request to the sampled tokens of its steps, with the request's row
         in each step."""
         runner.sampler.topk_topp_sampler.register_forward_hook(self._on_draw)
-        if self._routes:
+        if self._records_routes:
             self._table = _RouteTable(runner)
             table = self._table
             self._save_before_preemption(core_of(engine).scheduler, table.rows, table.group)

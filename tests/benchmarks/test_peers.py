@@ -14,7 +14,7 @@ from benchmarks.peers.workload import SMALL, Workload
 from keel.configs.load import load_config
 from keel.model.load import load_tokenizer
 from keel.rl.types import Prompt
-from keel.rollout.engine.conversion import render_prompt
+from keel.rollout.chat.render import render_prompt
 
 
 @pytest.fixture(scope="module")

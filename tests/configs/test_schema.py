@@ -282,7 +282,7 @@ def test_domain_budgets_replace_the_runs_limits() -> None:
     limits = {name: rule.limit for name, rule in length_rules(recipe).items()}
     assert limits == {"shop": 90, "other": 400, "sums": 20}
     for purpose in ("train", "eval"):
-        most = {name: recipe.sampling(purpose, name).max_tokens for name in limits}
+        most = {name: recipe.sampling_for(purpose, name).max_tokens for name in limits}
         assert most == {"shop": 40, "other": 100, "sums": 20}
     assert recipe.group_timeout_s > budgeted(shop()).group_timeout_s
     capped = recipe.with_max_tokens(30)

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -41,8 +42,7 @@ from keel.rl.metrics import Metric, merge
 from keel.rl.packing import TrainBatch
 from keel.rl.sft import SftExample
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
-from keel.rollout.pool import RolloutPool
-from keel.rollout.ray_engines import ray_pool
+from keel.rollout.pool import RayEngine, RolloutPool
 from keel.rollout.spec import EngineSpec
 from keel.trainer import build_agents as agents
 from keel.trainer.engine.engine import TrainerEngine
@@ -62,6 +62,7 @@ from keel.trainer.prepare import Task
 from keel.trainer.prepare_sft import SftTask
 from keel.trainer.run.manifest import Entry, find_damage
 from keel.trainer.run.trajectory_files import watched_segments
+from keel.weights.channel import Bucket
 from keel.weights.sync import WeightSync
 from tests.rewards.judge.judge_server import good, running
 from tests.waiting import PATIENCE_S
@@ -119,7 +120,10 @@ class LocalLearner:
     def put_engines_to_sleep(self) -> None: ...
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
-        return [ray.put(bucket) for bucket in self.engine.publish()]
+        return [
+            ray.put(Bucket(entries=entries, data=flat.cpu().numpy()))
+            for entries, flat in self.engine.buckets(requested=True)
+        ]
 
     def load(self, folder: Path) -> None:
         self.engine.load(folder)
@@ -145,15 +149,15 @@ class Engines:
         if kind not in self._pools:
             for other in [*self._pools][: -3 if task.gpu else -1]:
                 self._pools.pop(other).shutdown()
-            self._pools[kind] = ray_pool(
-                spec,
-                gpu=task.gpu,
+            options = {"num_gpus": SHARE} if task.gpu else {}
+            self._pools[kind] = RolloutPool(
+                spec.config,
+                partial(RayEngine, spec, gpu=task.gpu, options=lambda _: options),
                 startup_timeout_s=task.config.run.startup_timeout_s,
-                options=(lambda _: {"num_gpus": SHARE}) if task.gpu else None,
             )
             self._pools[kind].start()
         pool = self._pools[kind]
-        WeightSync(learner, pool, direct=False).push(learner.version).result()
+        WeightSync(learner, pool).push(learner.version).result()
         return pool
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from keel.configs.schema import ConfigError
 from keel.model.load import checkpoint_tensors, load_model_config, load_policy
 from keel.model.trainable import trainable_facts
 from keel.trainer.engine.weights import write_model
-from keel.weights.checklist import TensorChecklist
+from keel.weights.loader import TensorChecklist
 from tests.model.families import VOCAB, build
 from tests.model.quantised import HALVES, quantise, quantise_weight, set_block
 

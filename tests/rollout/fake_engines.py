@@ -10,7 +10,6 @@ from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import Group, Prompt
 from keel.rollout.pool import RolloutPool
 from keel.rollout.spec import EngineError, EngineProgress, GroupRequest, SampleRequest
-from keel.weights.sync import Receiver
 from tests.rl.rollouts import prompt
 from tests.waiting import PATIENCE_S
 
@@ -20,7 +19,7 @@ Answer = Callable[["FakeEngine", str], None]
 class FakeEngine:
     def __init__(self, index: int, life: int, world: World) -> None:
         self.name, self.world = f"{index}.{life}", world
-        self.receiver = Receiver(index, self)
+        self.actor = self
         self.version, self.killed = 0, False
         self.asked: dict[str, Future[Any]] = {}
         self.records: list[bool] = []
@@ -56,9 +55,6 @@ class FakeEngine:
     def update(self, version: int, buckets: Sequence[Any]) -> Future[int]:
         self.naps.append(f"woken by {version}")
         return self.world.update(self, version, buckets)
-
-    def guarded(self, delivery: Future[int]) -> Future[int]:
-        return delivery
 
     def sleep(self) -> Future[None]:
         self.naps.append("asleep")
@@ -102,7 +98,7 @@ class World:
 
     def send(self, version: int) -> Future[None]:
         return self.pool.update(
-            version, lambda receivers: [each.actor.update(version, []) for each in receivers]
+            version, lambda engines: {i: each.update(version, []) for i, each in engines.items()}
         )
 
     def update_all(self, version: int) -> None:

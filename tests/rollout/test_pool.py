@@ -319,7 +319,7 @@ def test_a_suspended_driver_does_not_count() -> None:
 def test_dead_and_late_engines_raise_engine_errors() -> None:
     from ray.exceptions import ActorDiedError, RayTaskError  # noqa: PLC0415
 
-    from keel.rollout.ray_engines import _with_engine_errors, as_future  # noqa: PLC0415
+    from keel.rollout.pool import _with_engine_errors, as_future  # noqa: PLC0415
 
     wrong = ValueError("no tensor 'x'")
     for raised, cause, kind in (

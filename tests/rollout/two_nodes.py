@@ -23,16 +23,16 @@ from keel.configs.schema import Config, DataConfig
 from keel.model import ray_timeouts
 from keel.rl.futures import on_thread
 from keel.rl.types import Group, Prompt, Recordings
-from keel.rollout import ray_engines
+from keel.rollout import pool as rollout_pool
 from keel.rollout.engine.worker import RolloutWorker
-from keel.rollout.pool import RolloutPool
+from keel.rollout.pool import RayEngine, RolloutPool
 from keel.rollout.recording.base import Recorder
 from keel.rollout.spec import EngineSpec, env_vars
 from keel.trainer.placement.hardware import ENGINE
 from keel.trainer.placement.nodes import QUOTED_PYTHON, reserve_gpus
 from keel.trainer.placement.ray_internals import skip_unused_processes
 from keel.weights.sender import Sender
-from keel.weights.sync import Receiver, Transfer
+from keel.weights.sync import Transfer
 from tests.buckets import pack_buckets, pack_flat
 from tests.trainer.placement.shapes import SOURCE
 from tests.waiting import PATIENCE_S, patiently
@@ -113,8 +113,8 @@ def engine_on_two_nodes(
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # Ray uses it to count GPUs
-        patch.setattr(ray_engines, "RolloutWorker", _Worker)
-        patch.setattr(ray_engines, "env_vars", lambda config, **options: env_vars(config, gpu=GPU))
+        patch.setattr(rollout_pool, "RolloutWorker", _Worker)
+        patch.setattr(rollout_pool, "env_vars", lambda config, **options: env_vars(config, gpu=GPU))
         cluster = Cluster()
         with skip_unused_processes():
             for gpu in "01":
@@ -131,8 +131,10 @@ def engine_on_two_nodes(
             config = Config(data=DataConfig(sources=(SOURCE,)), rollout=spec.config)
             with reserve_gpus(config, timeout_s=PATIENCE_S, only=ENGINE) as reservation:
                 options = partial(reservation.options, ENGINE)
-                pool = ray_engines.ray_pool(
-                    spec, gpu=True, startup_timeout_s=2 * PATIENCE_S, options=options
+                pool = RolloutPool(
+                    spec.config,
+                    partial(RayEngine, spec, gpu=True, options=options),
+                    startup_timeout_s=2 * PATIENCE_S,
                 )
                 try:
                     pool.start()
@@ -152,20 +154,22 @@ def sample(pool: RolloutPool, prompts: Sequence[Prompt], spec: EngineSpec) -> li
 
 def workers(pool: RolloutPool) -> list[tuple[str, int]]:
     """Return the node and process of each of vLLM's workers, by rank."""
-    actor = pool.slots[0].engine.receiver.actor
+    actor = pool.slots[0].engine.actor
     return ray.get(actor.workers.remote(), timeout=PATIENCE_S)
 
 
 def through_store(version: int, tensors: Mapping[str, torch.Tensor]) -> Transfer:
     buckets = [ray.put(bucket) for bucket in pack_buckets(tensors.items(), BUCKET_BYTES)]
-    return lambda receivers: [r.actor.update.remote(version, buckets).future() for r in receivers]
+    return lambda engines: {
+        index: actor.update.remote(version, buckets).future() for index, actor in engines.items()
+    }
 
 
 def directly(sender: Sender, version: int, tensors: Mapping[str, torch.Tensor]) -> Transfer:
     """Send weights as a trainer rank does."""
 
-    def transfer(receivers: Sequence[Receiver]) -> list[Future[int]]:
+    def transfer(engines: Mapping[int, Any]) -> dict[int, Future[Any]]:
         buckets = pack_flat(tensors.items(), BUCKET_BYTES)
-        return [on_thread(lambda: sender.send(buckets, receivers, version)[0], "sender")]
+        return {0: on_thread(lambda: sender.send(buckets, engines, version)[0], "sender")}
 
     return transfer

@@ -26,7 +26,7 @@ def test_resumed_room_ends_at_the_next_publication() -> None:
     resumed = buffer(steps=8, publish_every=4, start=2)
     assert resumed.room() == 2 * 2
     fill(resumed)
-    resumed.adopted(4)
+    resumed.engines_updated(4)
     assert resumed.room() == 4 * 2
 
 
@@ -75,7 +75,7 @@ def test_groups_train_in_prompt_order_within_the_lag(
         step += 1
         if step % every == 0:
             engines = step * updates
-            one.adopted(step)
+            one.engines_updated(step)
     assert trained == sorted(trained) and len(trained) == 24
     assert sorted(trained + discarded) == list(range(1, max(trained) + 1))
     # The filter applied to one group at a time, in order:

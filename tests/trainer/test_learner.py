@@ -33,7 +33,6 @@ from keel.trainer.nonfinite import (
     describe_findings,
 )
 from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
-from keel.weights.sync import Receiver
 from tests.rl.packed import pack
 from tests.rl.rollouts import scored, segment, trajectory
 from tests.trainer.engine.ranks import make_config
@@ -119,12 +118,12 @@ def test_failures_name_the_lost_rank(
 
 def test_lost_sender_fails_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, (1, PEER), (71, ActorDiedError()))
-    engines = [Receiver(index, actor=None) for index in range(3)]
-    for future in ranks.learner(make_config(2, 1), direct=True).send(engines):
+    engines = dict.fromkeys(range(3))
+    for future in ranks.learner(make_config(2, 1), direct=True).send(engines).values():
         error = future.exception(PATIENCE_S)
         assert isinstance(error, WorkerLost) and f"rank 1 died during {SEND}" in str(error)
     ranks = Ranks(monkeypatch, (1, {0: 5, 2: EngineError("is gone")}), (2, {1: 5}))
-    zero, one, two = ranks.learner(make_config(2, 1), direct=True).send(engines)
+    zero, one, two = ranks.learner(make_config(2, 1), direct=True).send(engines).values()
     assert zero.result(PATIENCE_S) == one.result(PATIENCE_S) == 5
     assert isinstance(two.exception(PATIENCE_S), EngineError)
 

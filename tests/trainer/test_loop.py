@@ -441,7 +441,7 @@ def test_next_batch_waits_for_the_weights() -> None:
     assert world.take() == ["p0", "p1"]
     assert len(world.asked) == 2
     update: Future[None] = Future()
-    world.feed.track_adoption(1, update)
+    world.feed.track_update(1, update)
     assert len(world.asked) == 2
     update.set_result(None)
     assert list(world.asked) == ["p0", "p1", "p2", "p3"]
@@ -472,7 +472,7 @@ def test_errors_while_submitting_end_the_wait(part: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(world.feed, part, broken)
     monkeypatch.setattr(world.feed, "_timeout_s", 0.02)
-    world.feed.track_adoption(1, done())
+    world.feed.track_update(1, done())
     with pytest.raises(ValueError, match="a bug"):
         world.take()
     assert not world.feed._sampling and not world.feed._in_flight
@@ -485,15 +485,15 @@ def test_position_is_consistent() -> None:
     world.feed.open()
     world.finish("p0", "p1")
     world.take()
-    world.feed.track_adoption(1, update)
-    adopted, position = threading.Thread(target=update.set_result, args=(None,)), world.position
+    world.feed.track_update(1, update)
+    updated, position = threading.Thread(target=update.set_result, args=(None,)), world.position
 
     def slowly(unfinished: Sequence[Prompt]) -> dict[str, Any]:
-        adopted.start()
-        adopted.join(timeout=0.1)
+        updated.start()
+        updated.join(timeout=0.1)
         return position(unfinished)
 
     world.feed._position = slowly
     assert world.feed.position() == {"taken": 4, "unfinished": ["p2", "p3"]}
-    adopted.join(timeout=PATIENCE_S)
+    updated.join(timeout=PATIENCE_S)
     assert len(world.asked) == 6

@@ -21,7 +21,7 @@ from keel.data.dataset import Dataset
 from keel.model.load import ModelFacts
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.metrics import Mean
-from keel.rollout.engine.conversion import render_prompt
+from keel.rollout.chat.render import render_prompt
 from keel.rollout.spec import EngineSpec
 from keel.trainer.engine.weights import _write_tokenizer
 from keel.trainer.prepare import Task, prepare

@@ -25,7 +25,6 @@ from keel.weights.channel import (
     unpack_flat,
 )
 from keel.weights.sender import Sender
-from keel.weights.sync import Receiver
 from tests.buckets import pack_flat
 from tests.waiting import PATIENCE_S, start_local_ray, within_some
 
@@ -116,11 +115,11 @@ def sender() -> Iterator[Callable[[float], Sender]]:
     ray.shutdown()
 
 
-def engines(*troubles: str) -> list[Receiver]:
+def engines(*troubles: str) -> dict[int, Any]:
     remote: Any = ray.remote(Worker)
     actors = [remote.options(num_cpus=0).remote(trouble) for trouble in troubles]
     ray.get([actor.gpus.remote() for actor in actors], timeout=PATIENCE_S)
-    return [Receiver(index, actor) for index, actor in enumerate(actors)]
+    return dict(enumerate(actors))
 
 
 def test_engine_begins_at_the_first_bucket(sender: Callable[[float], Sender]) -> None:
@@ -133,7 +132,7 @@ def test_engine_begins_at_the_first_bucket(sender: Callable[[float], Sender]) ->
             yield bucket
 
     assert sender(DEADLINE_S).send(buckets(), there, 1) == {0: 1}
-    began = ray.get(there[0].actor.began.remote(), timeout=PATIENCE_S)
+    began = ray.get(there[0].began.remote(), timeout=PATIENCE_S)
     # A small bucket counts as sent once in flight; the second waits until the first is loaded.
     assert len(made) > 2 and made[0] < began < made[2]
 
@@ -175,23 +174,23 @@ def test_one_failing_engine_does_not_stop_others(
             assert len(buckets) == 3 and not held
         finally:
             gc.enable()
-        assert ray.get(there[0].actor.holds.remote(), timeout=PATIENCE_S) == (7, expected)
+        assert ray.get(there[0].holds.remote(), timeout=PATIENCE_S) == (7, expected)
         assert list(end._links) == [0]
 
         # A new engine replaces the dead one; engine 0 keeps its link; an engine whose
         # update failed gets a new link, as the state of the old one is unknown.
-        (new,) = engines("")
+        new = engines("")[0]
         kept = end._links[0]
         twice = {name: 2 * tensor for name, tensor in WEIGHTS.items()}
-        takers = [there[0], Receiver(1, new.actor), there[2]]
+        takers = {0: there[0], 1: new, 2: there[2]}
         outcomes = end.send(pack_flat(twice.items(), BUCKET_BYTES), takers, 8)
         assert outcomes == {0: 8, 1: 8, 2: 8}
-        held = ray.get([taker.actor.holds.remote() for taker in takers], timeout=PATIENCE_S)
+        held = ray.get([taker.holds.remote() for taker in takers.values()], timeout=PATIENCE_S)
         assert held == [(8, 2 * expected)] * 3
         assert end._links[0] is kept
 
         # Engine 0 died after its last update.
-        outcomes = end.send(pack_flat(twice.items(), BUCKET_BYTES), [Receiver(0, new.actor)], 9)
+        outcomes = end.send(pack_flat(twice.items(), BUCKET_BYTES), {0: new}, 9)
         assert outcomes == {0: 9}
         assert kept.channel is not None
         with pytest.raises(ConnectionError, match="closed"):
@@ -205,12 +204,11 @@ def test_engine_never_reached_is_no_timeout(sender: Callable[[float], Sender]) -
 
     def troubled(limit_s: float) -> None:
         end = sender(limit_s)
-        (deaf,) = engines("deaf")
-        outcome = end.send(pack_flat(large.items(), BUCKET_BYTES), [deaf], 1)[0]
+        outcome = end.send(pack_flat(large.items(), BUCKET_BYTES), engines("deaf"), 1)[0]
         assert isinstance(outcome, RuntimeError) and "engine 0 cannot be reached" in str(outcome)
         assert "rollout.weight_transfer" in str(outcome) and "NCCL_SOCKET_IFNAME" in str(outcome)
         both = engines("", "deaf")
-        assert end.send(pack_flat(large.items(), BUCKET_BYTES), both[:1], 2) == {0: 2}
+        assert end.send(pack_flat(large.items(), BUCKET_BYTES), {0: both[0]}, 2) == {0: 2}
         outcomes = end.send(pack_flat(large.items(), BUCKET_BYTES), both, 3)
         assert outcomes[0] == 3 and isinstance(outcomes[1], TimeoutError)
 

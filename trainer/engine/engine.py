@@ -70,7 +70,7 @@ from keel.trainer.nonfinite import Finding, NanTracer, SkipCounter
 from keel.trainer.placement.memory import reading_ranks, sums_in_float32
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.restarts import UpdateOutOfMemory
-from keel.weights.channel import Bucket, FlatBucket, in_host_memory
+from keel.weights.channel import FlatBucket
 
 MIB = 2**20
 _CUT = 4
@@ -547,9 +547,6 @@ class TrainerEngine:
         else:
             self._weights.gather_along()
         self._offload.offload(weights=True)
-
-    def publish(self) -> Iterator[Bucket]:
-        return in_host_memory(self.buckets(requested=self._rank == 0))
 
     def export(self, folder: Path) -> dict[str, Entry]:
         self._offload.load()

@@ -180,7 +180,7 @@ def describe(
             f"{steps} = {steps * a.updates_per_batch} optimizer steps on "
             f"{steps * sequences:,} completions; lr {t.lr:g} ({t.schedule})"
         ]
-    trained, evaluated = _sampling_text(sampling), _sampling_text(config.sampling("eval"))
+    trained, evaluated = _sampling_text(sampling), _sampling_text(config.sampling_for("eval"))
     sections["sampling"] = texts = [f"{trained}, at most {sampling.max_tokens} tokens"]
     if trained != evaluated and any(source.holdout for source in config.data.sources):
         texts.append(f"evaluations: {evaluated}")

@@ -11,10 +11,15 @@ from keel.agents.endpoint.requests import read_request
 from keel.rl.turns import Message
 from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.chat.render import Encoder, _load_deepseek_code, call_message, drop_old_thinking
+from keel.rollout.chat.render import (
+    Encoder,
+    _load_deepseek_code,
+    call_message,
+    drop_old_thinking,
+    render_prompt,
+)
 from keel.rollout.chat.render_given import render_given
 from keel.rollout.chat.template_checks import check_prefix_law
-from keel.rollout.engine.conversion import render_prompt
 from tests.rollout.chat.families import (
     CITY,
     LINES,

@@ -9,9 +9,13 @@ from hypothesis import strategies as st
 
 from keel.rewards.text import answer_in, final_text, keeps_format, raw_text, thinking_text
 from keel.rl.turns import THINK, Malformed, Parsed, ThinkingMarks, ToolCall, ToolSpec
-from keel.rollout.chat.parsing import _split_thinking, find_thinking_marks
-from keel.rollout.chat.render import call_message
-from keel.rollout.engine.conversion import _split_message, decode_all, render_prompt
+from keel.rollout.chat.parsing import (
+    _split_thinking,
+    decode_all,
+    find_thinking_marks,
+    split_message,
+)
+from keel.rollout.chat.render import call_message, render_prompt
 from tests.rl.rollouts import prompt
 from tests.rollout.chat.families import CITY, NAMES, WITHOUT_THINKING, chat_of, tokenizer_of
 
@@ -283,7 +287,7 @@ def completed(name: str, text: str) -> dict[str, Any]:
     assert marks is not None
     ids = tokenizer.encode(text, add_special_tokens=False)
     (raw,) = decode_all(tokenizer, [ids], marks)
-    return _split_message(raw, thinking=render_prompt(tokenizer, prompt(), marks)[1])
+    return split_message(raw, thinking=render_prompt(tokenizer, prompt(), marks)[1])
 
 
 def in_a_conversation(name: str, text: str) -> dict[str, Any]:

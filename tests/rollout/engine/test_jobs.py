@@ -19,12 +19,8 @@ from keel.model.batch_invariant import VARIABLE
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.turns import TurnResult
 from keel.rl.types import Recordings, SamplingMasks
-from keel.rollout.engine.conversion import (
-    NOT_FINITE,
-    Job,
-    _split_message,
-    decode_all,
-)
+from keel.rollout.chat.parsing import decode_all, split_message
+from keel.rollout.engine.vllm_engine import NOT_FINITE, Job
 from keel.rollout.recording.base import RecordingOptions
 from keel.rollout.spec import EngineSpec, LostTurn, env_vars
 from tests.rl.rollouts import prompt
@@ -115,7 +111,7 @@ def test_non_finite_completions_are_dropped_alone(value: float) -> None:
 def test_text_is_split_into_reasoning_and_content(
     raw: str, opened: bool, content: str, reasoning: str | None
 ) -> None:
-    message = _split_message(raw, thinking=opened)
+    message = split_message(raw, thinking=opened)
     assert message["content"] == content and message.get("reasoning_content") == reasoning
     assert message["raw"] == raw and message["role"] == "assistant"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from keel.configs.schema import SamplingConfig
-from keel.rollout.engine.conversion import Job, Result
+from keel.rollout.engine.vllm_engine import Job, Result
 from keel.rollout.recording.base import RecordingOptions
 from keel.rollout.spec import EngineError
 from tests.forked import forked_from

@@ -14,7 +14,7 @@ from keel.agents.conversation import SegmentRecord
 from keel.configs.schema import SamplingConfig
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
-from keel.rollout.engine.conversion import NOT_FINITE
+from keel.rollout.engine.vllm_engine import NOT_FINITE
 from tests.rollout.recording.reference import (
     Reference,
     Report,

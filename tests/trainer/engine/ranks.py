@@ -29,7 +29,7 @@ from keel.configs.schema import (
 from keel.rl.metrics import Metric, merge
 from keel.rl.packing import TrainBatch
 from keel.rl.types import ScoredGroup
-from tests.buckets import unpack_bucket
+from keel.weights.channel import unpack_flat
 from tests.rl.packed import pack
 from tests.trainer.engine.batches import MOST_KEPT, Rollouts
 
@@ -155,6 +155,7 @@ class Ranks:
 
     def published(self, engine: TrainerEngine) -> dict[str, Tensor]:
         with patch("keel.trainer.engine.engine.MIB", 200):  # many buckets
-            buckets = list(engine.publish())
+            buckets = list(engine.buckets(requested=self.rank == 0))
         assert self.rank == 0 or not buckets
-        return {name: t.clone() for bucket in buckets for name, t in unpack_bucket(bucket)}
+        named = (pair for entries, flat in buckets for pair in unpack_flat(entries, flat))
+        return {name: tensor.cpu().clone() for name, tensor in named}
