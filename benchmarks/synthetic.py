@@ -133,4 +133,4 @@ class SyntheticEngine(TrainerEngine):
         with torch.device("cuda" if gpu else "cpu"):
             dtype = getattr(torch, config.model.dtype) if gpu else torch.float32
             made = AutoModelForCausalLM.from_config(model, dtype=dtype)
-        super().__init__("made", config, read=made, **ranks)
+        super().__init__("made", config, loaded=made, **ranks)

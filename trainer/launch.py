@@ -81,7 +81,7 @@ class Runtime:
     def weights(self) -> WeightSync:
         if self.agents is None:
             return WeightSync(self.learner, self.pool)
-        return WeightSync(self.learner, self.pool, before=self.agents.set_version)
+        return WeightSync(self.learner, self.pool, set_version=self.agents.set_version)
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int = 0) -> Future[Group]:
         """Sample a group of `size` completions, or use the recipe's group size if `size` is 0."""

@@ -115,7 +115,7 @@ class Learner:
         ]
         self._prepared = [ray_timeouts.call(rank.prepare) for rank in self._ranks]
         for rank in self._ranks:  # not waited for: the calls of `start` queue behind it
-            ray_timeouts.call(rank.read, model_path, config)
+            ray_timeouts.call(rank.load_model, model_path, config)
         self._order = threading.Lock()
         """Lock held while calling all ranks, so that every rank receives its calls in the same
         order."""
@@ -245,7 +245,7 @@ class Learner:
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
         return self._call_all("put_weights", deadline=self._deadline("the weights"))[0]
 
-    def send(self, engines: Mapping[int, Any]) -> dict[int, Future[int]]:
+    def send_weights(self, engines: Mapping[int, Any]) -> dict[int, Future[int]]:
         """Send the current weights to engines, given as actors by index, once the ranks are idle.
         Rank i sends to engines i, i + ranks, and so on. Returns a future for each engine, which
         resolves to the engine's new weight version or raises an error from the engine or rank."""
@@ -254,7 +254,7 @@ class Learner:
         parts: list[dict[int, Any]] = [{} for _ in range(ranks)]
         for index, actor in engines.items():
             parts[index % ranks][index] = actor
-        refs = self._submit("send", [(part,) for part in parts])
+        refs = self._submit("send_weights", [(part,) for part in parts])
 
         def settle(results: Mapping[int, int | Exception]) -> None:
             for index, result in results.items():
@@ -522,7 +522,7 @@ class TrainerWorker:
         disable_progress_bar()
         check_libraries()
 
-    def read(self, model_path: str, config: Config) -> None:
+    def load_model(self, model_path: str, config: Config) -> None:
         """Load the model into host memory if this rank has to read it (see `read_once`)."""
         import torch  # noqa: PLC0415  (the driver imports this module)
 
@@ -592,7 +592,7 @@ class TrainerWorker:
             rank=self._rank,
             world_size=self._world_size,
             store=self._store,
-            read=model,
+            loaded=model,
         )
         timeout_s = config.rollout.update_timeout_s
         self._sender = Sender(rendezvous, self._engine.device, timeout_s=timeout_s)
@@ -653,7 +653,7 @@ class TrainerWorker:
             for entries, flat in self.engine.buckets(requested=self._rank == 0)
         ]
 
-    def send(self, engines: Mapping[int, Any]) -> dict[int, int | Exception]:
+    def send_weights(self, engines: Mapping[int, Any]) -> dict[int, int | Exception]:
         """Send the weights to this rank's engines, given as actors by index. Returns
         `Sender.send`'s result. Every rank must call this."""
         assert self._sender is not None

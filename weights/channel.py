@@ -258,8 +258,8 @@ def _nccl_watchdog_off() -> Iterator[None]:
 
 class Mailbox:
     """Control channel from the trainer to an engine. Each message is a call of a method of the
-    engine's thread: `begin_update`, `load_bucket` or `finish_update`. The trainer calls `put`,
-    `wait` and `close`; the engine calls `next` and `taken`."""
+    engine's thread: `begin_update`, `load_bucket` or `finish_update`. The trainer calls `send`,
+    `wait` and `close`; the engine calls `receive` and `acknowledge`."""
 
     def __init__(self, rendezvous: Rendezvous, name: str, *, timeout_s: float) -> None:
         self._store = _connect(rendezvous, f"{name}/mailbox", timeout_s)
@@ -270,7 +270,7 @@ class Mailbox:
     def _key(self) -> str:
         return str(self._acknowledged)
 
-    def put(self, method: str, *args: Any) -> None:
+    def send(self, method: str, *args: Any) -> None:
         """Send a message. Call `wait` before sending the next one."""
         self._store.set(self._key, pickle.dumps((method, *args), pickle.HIGHEST_PROTOCOL))
 
@@ -285,7 +285,7 @@ class Mailbox:
     def close(self) -> None:
         self._store.delete_key(self._key)
 
-    def next(self) -> tuple[Any, ...]:
+    def receive(self) -> tuple[Any, ...]:
         """Wait for the next message. Returns the method's name, followed by its arguments."""
         try:
             return pickle.loads(self._store.get(self._key))
@@ -295,7 +295,7 @@ class Mailbox:
             late = f"waited {self._timeout_s:g} s for the trainer to send weights"
             raise TimeoutError(late) from error
 
-    def taken(self) -> None:
+    def acknowledge(self) -> None:
         """Acknowledge the last message, so that the trainer can send the next one."""
         key = self._key
         self._acknowledged += 1  # before the key goes: the sender may then put the next message

@@ -122,7 +122,7 @@ class WeightsExtension:
     def keel_gpu(self) -> str:
         return gpu_id(self.device)
 
-    def keel_join(self, rendezvous: Rendezvous, name: str, timeout_s: float) -> None:
+    def keel_connect(self, rendezvous: Rendezvous, name: str, timeout_s: float) -> None:
         if self.keel_channel is not None:
             self.keel_channel.close()
             self.keel_channel = None

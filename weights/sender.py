@@ -182,7 +182,7 @@ class _Link:
     untested: bool
     """True until a bucket has reached this engine, if none had reached any engine before."""
     memory: SharedMemory = field(default_factory=SharedMemory)
-    receiving: Any = None  # the engine's `receive` call of this update
+    updating: Any = None  # the engine's `update_from_rank` call
 
     def send(self, bucket: FlatBucket) -> None:
         """Send a bucket and return once the engine has received the bytes. The engine loads them
@@ -190,12 +190,12 @@ class _Link:
         entries, flat = bucket
         self.mailbox.wait(self._check)
         data = self.memory.write(flat) if self.channel is None else ChannelData(flat.numel())
-        self.mailbox.put("load_bucket", Bucket(entries=entries, data=data))
+        self.mailbox.send("load_bucket", Bucket(entries=entries, data=data))
         if self.channel is not None:
             try:
                 self.channel.send(flat, self._check)
             except ConnectionError:
-                _raise_failure(self.receiving)
+                _raise_failure(self.updating)
                 raise
             except TimeoutError as error:
                 if not self.untested:
@@ -209,12 +209,12 @@ class _Link:
 
     def finish(self, version: int, checksum: int) -> None:
         self.mailbox.wait(self._check)
-        self.mailbox.put("finish_update", version, checksum)
+        self.mailbox.send("finish_update", version, checksum)
         self.mailbox.wait(self._check)
         self.memory = SharedMemory()
 
     def _check(self) -> None:
-        _raise_failure(self.receiving, wait_s=0)
+        _raise_failure(self.updating, wait_s=0)
 
     def close(self) -> None:
         self.mailbox.close()
@@ -270,8 +270,8 @@ class Sender:
         if index not in self._links:
             self._links[index] = self._open(index, actor)
         link = self._links[index]
-        link.receiving = ray_timeouts.call(actor.receive)
-        link.mailbox.put("begin_update")
+        link.updating = ray_timeouts.call(actor.update_from_rank)
+        link.mailbox.send("begin_update")
 
     def _unlink(self, index: int) -> None:
         if (link := self._links.pop(index, None)) is not None:
@@ -281,7 +281,7 @@ class Sender:
         gpus: list[str] = self._get(ray_timeouts.call(actor.gpus), "an engine to report its GPUs")
         shared = gpus == [gpu_id(self._device)] != [""]
         name = uuid4().hex  # the store keeps the addresses of earlier links under their names
-        joined = ray_timeouts.call(actor.join, self._rendezvous, name, shared)
+        connected = ray_timeouts.call(actor.connect, self._rendezvous, name, shared)
         channel: Channel | None = None
         size, device, timeout_s = 1 + len(gpus), self._device, self._timeout_s
         try:
@@ -290,10 +290,10 @@ class Sender:
                     self._rendezvous, name, rank=0, size=size, device=device, timeout_s=timeout_s
                 )
         except Exception as error:  # gloo waits for the engine in its constructor
-            _raise_failure(joined)
+            _raise_failure(connected)
             raise TimeoutError(f"no channel to the engine: {error}") from error
         try:
-            self._get(joined, f"an engine to reach the rendezvous store at {self._rendezvous}")
+            self._get(connected, f"an engine to reach the rendezvous store at {self._rendezvous}")
         except BaseException:
             if channel is not None:
                 channel.close()

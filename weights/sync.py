@@ -5,15 +5,15 @@ An update makes these calls:
     WeightSync.push                   once per weight update of the loop
       Learner.put_engines_to_sleep    waits until the weights fit on the GPUs
       Learner.put_weights             waits until all buckets are in the object store; not if direct
-      EpisodeRunner.set_version       the `before` call; seeds of later episodes
+      EpisodeRunner.set_version       seeds of later episodes
       RolloutPool.update              on the pool's thread
         RolloutPool._load             calls the `Transfer`, again for engines that restart
-          Learner.send                TrainerWorker.send on every rank
-            Sender (rank)             calls RolloutWorker.receive on each of its engines;
+          Learner.send_weights        TrainerWorker.send_weights on every rank
+            Sender (rank)             calls RolloutWorker.update_from_rank on each of its engines;
                                       messages through a `Mailbox`;
                                       bytes through NCCL or gloo, or in place on a shared GPU
-            RolloutWorker.receive     EngineThread.receive, which carries out each message
-          or, through the store       RolloutWorker.update on every engine;
+            RolloutWorker             EngineThread.update_from_rank carries out each message
+          or, through the store       RolloutWorker.update_from_store on every engine;
                                       bytes through Ray's object store
     BatchStream.track_update          frees slots of the buffer once the update is done
 
@@ -41,7 +41,7 @@ class WeightSync:
 
     learner: Any  # `keel.trainer.learner.Learner`
     pool: Any  # `keel.rollout.pool.RolloutPool`
-    before: Callable[[int], None] = lambda _: None
+    set_version: Callable[[int], None] = lambda _: None
     """Called with the version just before the engines receive weights."""
 
     def push(self, version: int) -> Future[None]:
@@ -52,13 +52,14 @@ class WeightSync:
         until all of them are in the object store.
         """
         self.learner.put_engines_to_sleep()
-        transfer = self.learner.send if self.learner.direct else self._through_store(version)
-        self.before(version)
+        direct = self.learner.direct
+        transfer = self.learner.send_weights if direct else self._through_store(version)
+        self.set_version(version)
         return self.pool.update(version, transfer)
 
     def _through_store(self, version: int) -> Transfer:
         buckets = list(self.learner.put_weights())  # Ray copies each bucket to a node once
         return lambda engines: {
-            index: ray_timeouts.call(actor.update, version, buckets).future()
+            index: ray_timeouts.call(actor.update_from_store, version, buckets).future()
             for index, actor in engines.items()
         }

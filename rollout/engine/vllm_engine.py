@@ -358,9 +358,9 @@ class VllmEngine:
     def gpus(self) -> list[str]:
         return self._call(self._llm.collective_rpc, "keel_gpu")
 
-    def join(self, rendezvous: Rendezvous, name: str) -> None:
+    def connect(self, rendezvous: Rendezvous, name: str) -> None:
         timeout_s = self.spec.config.update_timeout_s
-        self._call(call_workers, self._llm, "keel_join", rendezvous, name, timeout_s)
+        self._call(call_workers, self._llm, "keel_connect", rendezvous, name, timeout_s)
 
     def load_bucket(self, bucket: Bucket) -> None:
         self._checklist.arrived(bucket)

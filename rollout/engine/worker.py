@@ -143,7 +143,7 @@ class EngineThread:
     def gpus(self) -> list[str]:
         return self._await(self._enqueue(lambda engine: engine.gpus()), "the engine's GPUs")
 
-    def join(self, rendezvous: Rendezvous, name: str, *, shares_gpu: bool) -> None:
+    def connect(self, rendezvous: Rendezvous, name: str, *, shares_gpu: bool) -> None:
         """Connect to the trainer rank that sends weights. No channel is needed if the rank shares
         the engine's GPU."""
         from keel.weights.channel import Mailbox  # noqa: PLC0415
@@ -152,18 +152,18 @@ class EngineThread:
         timeout_s = (1 + self._config.engines) * self._config.update_timeout_s
         self._inbox = Mailbox(rendezvous, name, timeout_s=timeout_s)
         if not shares_gpu:
-            joined = self._enqueue(lambda engine: engine.join(rendezvous, name))
-            self._await(joined, "the channel to open")
+            opened = self._enqueue(lambda engine: engine.connect(rendezvous, name))
+            self._await(opened, "the channel to open")
 
-    def receive(self) -> None:
+    def update_from_rank(self) -> None:
         """Receive weights from the trainer rank and load them. The engine is unusable after an
         error, such as a TimeoutError or, for an unknown or missing tensor, a ValueError."""
         assert self._inbox is not None
         method = ""  # named by `keel.weights.sender`, such as begin_update
         while method != "finish_update":
-            method, *args = self._inbox.next()
+            method, *args = self._inbox.receive()
             getattr(self, method)(*args)
-            self._inbox.taken()
+            self._inbox.acknowledge()
 
     def sleep(self) -> None:
         """Release GPU memory until the next update."""
@@ -360,7 +360,7 @@ class RolloutWorker:
         future = self._engine.sample(request, sampling=sampling, record=record)
         return detach(request, await asyncio.wrap_future(future))
 
-    async def update(self, version: int, buckets: Sequence[Any]) -> int:
+    async def update_from_store(self, version: int, buckets: Sequence[Any]) -> int:
         """Load new weights, one bucket at a time. `buckets` contains object references."""
         await asyncio.to_thread(self._engine.begin_update)
         for bucket in buckets:
@@ -374,11 +374,11 @@ class RolloutWorker:
     async def gpus(self) -> list[str]:
         return await asyncio.to_thread(self._engine.gpus)
 
-    async def join(self, rendezvous: Rendezvous, name: str, shares_gpu: bool) -> None:
-        await asyncio.to_thread(self._engine.join, rendezvous, name, shares_gpu=shares_gpu)
+    async def connect(self, rendezvous: Rendezvous, name: str, shares_gpu: bool) -> None:
+        await asyncio.to_thread(self._engine.connect, rendezvous, name, shares_gpu=shares_gpu)
 
-    async def receive(self) -> None:
-        await asyncio.to_thread(self._engine.receive)
+    async def update_from_rank(self) -> None:
+        await asyncio.to_thread(self._engine.update_from_rank)
 
     async def progress(self) -> EngineProgress:
         return self._engine.progress()

@@ -161,7 +161,8 @@ def workers(pool: RolloutPool) -> list[tuple[str, int]]:
 def through_store(version: int, tensors: Mapping[str, torch.Tensor]) -> Transfer:
     buckets = [ray.put(bucket) for bucket in pack_buckets(tensors.items(), BUCKET_BYTES)]
     return lambda engines: {
-        index: actor.update.remote(version, buckets).future() for index, actor in engines.items()
+        index: actor.update_from_store.remote(version, buckets).future()
+        for index, actor in engines.items()
     }
 
 

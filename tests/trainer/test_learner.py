@@ -47,7 +47,7 @@ class Ranks:
         self.now, self.fetched_s, self._answers = 0.0, 60.0, dict(enumerate(answers))
         """fetched_s: timeout needed to fetch a result."""
         calls = [SimpleNamespace(remote=lambda *_, n=number: n) for number in self._answers]
-        self._actors = [SimpleNamespace(step=call, send=call) for call in calls]
+        self._actors = [SimpleNamespace(step=call, send_weights=call) for call in calls]
         patch.setattr(ray_timeouts, "wait", self._wait)
         patch.setattr(ray_timeouts, "get", self._get)
         patience = ray_timeouts.Deadline
@@ -119,11 +119,11 @@ def test_failures_name_the_lost_rank(
 def test_lost_sender_fails_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, (1, PEER), (71, ActorDiedError()))
     engines = dict.fromkeys(range(3))
-    for future in ranks.learner(make_config(2, 1), direct=True).send(engines).values():
+    for future in ranks.learner(make_config(2, 1), direct=True).send_weights(engines).values():
         error = future.exception(PATIENCE_S)
         assert isinstance(error, WorkerLost) and f"rank 1 died during {SEND}" in str(error)
     ranks = Ranks(monkeypatch, (1, {0: 5, 2: EngineError("is gone")}), (2, {1: 5}))
-    zero, one, two = ranks.learner(make_config(2, 1), direct=True).send(engines).values()
+    zero, one, two = ranks.learner(make_config(2, 1), direct=True).send_weights(engines).values()
     assert zero.result(PATIENCE_S) == one.result(PATIENCE_S) == 5
     assert isinstance(two.exception(PATIENCE_S), EngineError)
 

@@ -188,13 +188,13 @@ def test_messages_arrive_in_order_and_are_removed(
     def take() -> list[Any]:
         taken: list[Any] = []
         for _ in update:
-            taken.append(inbox.next())
-            inbox.taken()
+            taken.append(inbox.receive())
+            inbox.acknowledge()
         return taken
 
     arriving = side.submit(take)
     for message in update:
-        outbox.put(*message)
+        outbox.send(*message)
         outbox.wait(nothing)
     assert arriving.result(PATIENCE_S) == update and store.num_keys() == keys
 
@@ -212,14 +212,14 @@ def test_next_update_may_overlap_the_last_thread(
             store.delete_key(key)
             monkeypatch.setattr(inbox, "_store", store)
             outbox.wait(nothing)
-            outbox.put("begin_update")
-            taken.append(inbox.next())
-            inbox.taken()
+            outbox.send("begin_update")
+            taken.append(inbox.receive())
+            inbox.acknowledge()
 
-    outbox.put("finish_update", 7, 12345)
-    assert inbox.next() == ("finish_update", 7, 12345)
+    outbox.send("finish_update", 7, 12345)
+    assert inbox.receive() == ("finish_update", 7, 12345)
     monkeypatch.setattr(inbox, "_store", Overtaken())
-    inbox.taken()
+    inbox.acknowledge()
     outbox.wait(nothing)
     assert taken == [("begin_update",)]
 
@@ -227,7 +227,7 @@ def test_next_update_may_overlap_the_last_thread(
 def test_unacknowledged_message_times_out(rendezvous: Rendezvous) -> None:
     outbox, _ = ends(rendezvous)
     outbox._timeout_s = 0.1
-    outbox.put("begin_update")
+    outbox.send("begin_update")
     with pytest.raises(TimeoutError, match=r"rollout\.update_timeout_s"):
         outbox.wait(nothing)
     outbox.close()
@@ -238,7 +238,7 @@ def test_lost_trainer_raises_connection_error() -> None:
     held = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     _, inbox = ends(("127.0.0.1", held[0].port))
     with ThreadPoolExecutor(1) as side:
-        arriving = side.submit(inbox.next)
+        arriving = side.submit(inbox.receive)
         time.sleep(0.05)  # it usually waits by then
         held.clear()
         with pytest.raises(ConnectionError):

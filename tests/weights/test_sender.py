@@ -49,7 +49,7 @@ class Sampler:
     def gpus(self) -> list[str]:
         return [""]
 
-    def join(self, rendezvous: Rendezvous, name: str) -> None:
+    def connect(self, rendezvous: Rendezvous, name: str) -> None:
         device = torch.device("cpu")
         self.channel = Channel(
             rendezvous, name, rank=1, size=2, device=device, timeout_s=DEADLINE_S
@@ -93,11 +93,11 @@ class Worker:
     def gpus(self) -> list[str]:
         return self.engine.gpus()
 
-    def join(self, rendezvous: Rendezvous, name: str, shares_gpu: bool) -> None:
-        self.engine.join(rendezvous, name, shares_gpu=shares_gpu)
+    def connect(self, rendezvous: Rendezvous, name: str, shares_gpu: bool) -> None:
+        self.engine.connect(rendezvous, name, shares_gpu=shares_gpu)
 
-    def receive(self) -> None:
-        self.engine.receive()
+    def update_from_rank(self) -> None:
+        self.engine.update_from_rank()
 
     def began(self) -> float:
         return self.sampler.began

@@ -171,9 +171,9 @@ class TrainerEngine:
         rank: int = 0,
         world_size: int = 1,
         store: Store | None = None,
-        read: PreTrainedModel | None = None,
+        loaded: PreTrainedModel | None = None,
     ) -> None:
-        """Join the other ranks through `store` and load the weights. Pass `read` if the model is
+        """Join the other ranks through `store` and load the weights. Pass `loaded` if the model is
         already in host memory."""
         trainer = config.trainer
         self._model_path, self._config = model_path, config
@@ -186,16 +186,16 @@ class TrainerEngine:
         dtype = zero.compute_dtype(config, self.device)
         torch.manual_seed(config.run.seed)
         self._stage = zero.zero_stage(trainer, dtype)
-        self._scaled = dtype == torch.float16
+        self._scales_loss = dtype == torch.float16
         most = config.run.max_skipped_steps
         # In float16 the first steps may be skipped until the loss scale fits.
-        self._skips = SkipCounter(max(most, zero.SCALE_POWER) if self._scaled else most)
+        self._skips = SkipCounter(max(most, zero.SCALE_POWER) if self._scales_loss else most)
         self.findings: list[Finding] = []
         """The tokens on this rank that made the gradient of the last `step` non-finite."""
         self._shard = Slice.join(trainer.sequence_parallel)
 
         load = partial(load_policy, model_path, dtype)
-        model, outline = read_once(load, dtype, readers=reading_ranks(trainer), read=read)
+        model, outline = read_once(load, dtype, readers=reading_ranks(trainer), loaded=loaded)
         if config.model.lora.enabled:
             add_adapters(model, config.model.lora, seed=config.run.seed)
         network = self._network = self._make_network(model)
@@ -221,12 +221,12 @@ class TrainerEngine:
         sharded = zero.frozen_config(options) if self._weights.gathered else None
         self._references = References(self.device, sharded)
         self._add_references(load, outline)
-        self._sums_apart = dtype == torch.bfloat16 and sums_in_float32("bfloat16", trainer)
-        if self._sums_apart:
+        self._float32_sums = dtype == torch.bfloat16 and sums_in_float32("bfloat16", trainer)
+        if self._float32_sums:
             sum_in_one_pass(self._engine.optimizer)
-        self._apart = zero.clipped_apart(network)
-        if self._apart and self._stage > 0:
-            clip_apart(self._engine.optimizer, self._apart)
+        self._clipped_apart = zero.clipped_apart(network)
+        if self._clipped_apart and self._stage > 0:
+            clip_apart(self._engine.optimizer, self._clipped_apart)
         self._offload: Offload | NoOffload = NoOffload()
         if config.rollout.time_share:
             self._offload = Offload(self._engine, self._references.frozen, self.device, config)
@@ -295,7 +295,7 @@ class TrainerEngine:
             # Momentum and weight decay would move the weights, so Adam does not step. The version
             # counts, so that engines and trainer agree on it.
             self.version += 1
-            return self._count_skips(non_finite=False, no_signal=True)
+            return self._skip_metrics(non_finite=False, no_signal=True)
         self._offload.before_gradients()
         gaps = self._split_gaps(batch)
         last = len(batch.micro_batches) - 1
@@ -311,20 +311,20 @@ class TrainerEngine:
         if algorithm.mask_delta is not None:
             parts.append(gaps.end_step())
         skipped = self._skips.count(norm + indexer_norm, self.version)
-        parts.append(self._count_skips(non_finite=skipped, no_signal=False))
-        if skipped and (self.gave_up or not self._scaled):
+        parts.append(self._skip_metrics(non_finite=skipped, no_signal=False))
+        if skipped and (self.gave_up or not self._scales_loss):
             self._find_non_finite(batch)
         if self._rank == 0:
-            if self._scaled:
+            if self._scales_loss:
                 optimizer: Any = self._engine.optimizer
                 parts.append({"train/loss_scale": Mean(float(optimizer.loss_scale), 1)})
             if not skipped:
                 parts.append({"grad_norm": Mean(norm, 1)})
-            if not skipped and self._apart:
+            if not skipped and self._clipped_apart:
                 parts.append({"indexer/grad_norm": Mean(indexer_norm, 1)})
         return merge(parts)
 
-    def _count_skips(self, *, non_finite: bool, no_signal: bool) -> dict[str, Metric]:
+    def _skip_metrics(self, *, non_finite: bool, no_signal: bool) -> dict[str, Metric]:
         if self._rank > 0:
             return {}
         return {
@@ -448,16 +448,16 @@ class TrainerEngine:
 
     def _apply_gradients(self) -> tuple[float, float]:
         """Take the optimizer step and return two gradient norms before clipping: that of all
-        parameters except `_apart`, and that of `_apart` (0 if empty). If either is not finite, the
-        gradients are discarded and the weights stay unchanged."""
+        parameters except `_clipped_apart`, and that of these (0 if empty). If either is not finite,
+        the gradients are discarded and the weights stay unchanged."""
         try:
             self._offload.before_update()
             if self._stage > 0:
                 return self._apply_in_zero()
             clip = self._config.trainer.grad_clip or math.inf
             parameters = [*self._network.parameters()]  # the order makes the norms repeatable
-            norm = clip_gradients((p for p in parameters if p not in self._apart), clip)
-            apart = [p for p in parameters if p in self._apart]
+            norm = clip_gradients((p for p in parameters if p not in self._clipped_apart), clip)
+            apart = [p for p in parameters if p in self._clipped_apart]
             own = clip_gradients(apart, clip) if apart else 0.0
             if math.isfinite(norm + own):
                 self._engine.step()
@@ -480,7 +480,7 @@ class TrainerEngine:
             grow_loss_scale(self._engine, zero.SCALE_WINDOW)
         else:
             discard_gradient_sums(self._engine)
-        return float(norm), optimizer.apart_norm if self._apart else 0.0
+        return float(norm), optimizer.apart_norm if self._clipped_apart else 0.0
 
     def _find_non_finite(self, batch: TrainBatch) -> None:
         """Rerun a skipped step's forward and backward passes to find the tokens that caused the
@@ -516,7 +516,7 @@ class TrainerEngine:
         requires that there is only one rank, that the error occurred before the update, and that
         the gradient sums aren't in ZeRO's buffers."""
         self._offload.mark_crowded()
-        outside_zero = self._stage == 0 or self._sums_apart
+        outside_zero = self._stage == 0 or self._float32_sums
         alone = self._world_size == 1 and outside_zero and not self._updated
         if alone:
             self._network.zero_grad(set_to_none=True)

@@ -61,20 +61,20 @@ def _from_outline(data: bytes, device: torch.device | str = "cpu") -> PreTrained
 
 
 def read_once(
-    load: Load, dtype: torch.dtype, *, readers: int, read: PreTrainedModel | None = None
+    load: Load, dtype: torch.dtype, *, readers: int, loaded: PreTrainedModel | None = None
 ) -> tuple[PreTrainedModel, bytes]:
     """Load the model from disk on as few ranks as possible. Every rank must call this.
 
-    The first `readers` ranks load the model, unless they already have it (`read`). The other ranks
-    build it with uninitialized weights from rank 0's outline, and `zero.initialize` fills them in.
-    If the model has no outline, they load it too. If loading fails on one rank, all ranks raise an
-    error.
+    The first `readers` ranks load the model, unless they already have it (`loaded`). The other
+    ranks build it with uninitialized weights from rank 0's outline, and `zero.initialize` fills
+    them in. If the model has no outline, they load it too. If loading fails on one rank, all ranks
+    raise an error.
 
     Returns the model in host memory, along with the outline from which `build_from_outline` can
     build another copy. The outline is empty if any weights aren't in `dtype`, because DeepSpeed
     would round them.
     """
-    model = read if read is not None and read.dtype == dtype else None
+    model = loaded if loaded is not None and loaded.dtype == dtype else None
     failed: Exception | None = None
     if model is None and dist.get_rank() < readers:
         try:
