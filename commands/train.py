@@ -94,9 +94,9 @@ def run_loop(
         journal.note("end", str(error))
         return True
 
-    def save(step: int, cursor: Mapping[str, Any]) -> bool:
+    def save(step: int, position: Mapping[str, Any]) -> bool:
         written = save_checkpoint(
-            folder, config, learner, step, cursor, stop=should_stop, say=view.say
+            folder, config, learner, step, position, stop=should_stop, say=view.say
         )
         continues = step < config.run.steps and (not written or not should_stop())
         if config.rollout.time_share and continues:

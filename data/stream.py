@@ -51,7 +51,7 @@ class Stream(Generic[_T]):
     def take(self, n: int) -> list[_T]:
         return [self._requeued.popleft() if self._requeued else self._next() for _ in range(n)]
 
-    def state(self, unfinished: Sequence[_T] = ()) -> dict[str, Any]:
+    def position(self, unfinished: Sequence[_T] = ()) -> dict[str, Any]:
         """Return the position in the stream as JSON data. The `unfinished` prompts have already
         been taken, and come first after a restore."""
         return {
@@ -60,10 +60,10 @@ class Stream(Generic[_T]):
             "dataset": self._current_identity(),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, position: Mapping[str, Any]) -> None:
         """Continue from a saved position. Raises ValueError if the data, weights or seed have
         changed."""
-        current, saved = self._current_identity(), dict(state["dataset"])
+        current, saved = self._current_identity(), dict(position["dataset"])
         if changed := [key for key in current | saved if current.get(key) != saved.get(key)]:
             differences = "; ".join(
                 f"{key}: {saved.get(key)} then, {current.get(key)} now" for key in changed
@@ -72,9 +72,9 @@ class Stream(Generic[_T]):
                 f"the saved state belongs to other data ({differences}). Restore the data and "
                 "seed, or start another run (run.dir) from this one's model (model.path)"
             )
-        self._drawn = {name: int(state["drawn"][name]) for name in self._sources}
+        self._drawn = {name: int(position["drawn"][name]) for name in self._sources}
         known = {p.prompt_id: p for prompts in self._sources.values() for p in prompts}
-        self._requeued = deque(known[prompt_id] for prompt_id in state["unfinished"])
+        self._requeued = deque(known[prompt_id] for prompt_id in position["unfinished"])
 
     def _current_identity(self) -> dict[str, Any]:
         if self._identity is None:

@@ -130,15 +130,15 @@ def support_head(
         return fused_head(hidden, weight, on_device, memo[key], bias=bias, shape=shape)
 
     sizes = np.diff(offsets)
-    curve = _Curve(temperature, scale, softcap)
+    transform = _LogitTransform(temperature, scale, softcap)
     device = hidden.device
     targets = to_device(targets.long(), device)
     ids = to_device(kept_ids.long(), device)
     if sizes.all():  # all tokens are truncated, or R = 0
         pairs = _Pairs.of(ids, offsets, sizes)
-        return _MaskedHead.apply(hidden, weight, bias, targets, pairs, curve)
+        return _MaskedHead.apply(hidden, weight, bias, targets, pairs, transform)
     if not len(ids):
-        return _FullHead.apply(hidden, weight, bias, targets, curve)
+        return _FullHead.apply(hidden, weight, bias, targets, transform)
 
     # Mixed: compute truncated tokens and the others separately, then restore the order.
     truncated = np.flatnonzero(sizes)
@@ -151,15 +151,15 @@ def support_head(
     split = [len(truncated), len(order) - len(truncated)]
     hidden_kept, hidden_full = hidden.index_select(0, forward).split(split)
     targets_kept, targets_full = targets.index_select(0, forward).split(split)
-    kept = _MaskedHead.apply(hidden_kept, weight, bias, targets_kept, pairs, curve)
-    full = _FullHead.apply(hidden_full, weight, bias, targets_full, curve)
+    kept = _MaskedHead.apply(hidden_kept, weight, bias, targets_kept, pairs, transform)
+    full = _FullHead.apply(hidden_full, weight, bias, targets_full, transform)
     logp, entropy = (
         torch.cat(parts).index_select(0, back) for parts in zip(kept, full, strict=True)
     )
     return logp, entropy
 
 
-class _Curve(NamedTuple):
+class _LogitTransform(NamedTuple):
     temperature: float
     scale: float
     softcap: float | None
@@ -214,12 +214,12 @@ class _MaskedHead(Function):
         bias: Tensor | None,
         targets: Tensor,
         pairs: _Pairs,
-        curve: _Curve,
+        transform: _LogitTransform,
     ) -> tuple[Tensor, Tensor]:
         logits = _pair_logits(hidden, weight, pairs)
         if bias is not None:
             logits += bias.index_select(0, pairs.ids)
-        curve.apply_(logits)
+        transform.apply_(logits)
 
         rows = pairs.rows
         highest = logits.new_full((len(targets),), -torch.inf)
@@ -234,7 +234,7 @@ class _MaskedHead(Function):
 
         # d logp[row] / d raw logit of each pair.
         score = probability.neg_().add_(at_target)
-        score.mul_(curve.slope(logits))
+        score.mul_(transform.slope(logits))
         ctx.save_for_backward(hidden, weight, score, pairs.ids, rows)
         ctx.host_offsets = pairs.host_offsets
         ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
@@ -267,7 +267,7 @@ class _FullHead(Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        curve: _Curve,
+        transform: _LogitTransform,
     ) -> tuple[Tensor, Tensor]:
         sums = torch.empty(3, len(hidden), dtype=_accumulate_dtype(hidden), device=hidden.device)
         normaliser, chosen, mean = sums
@@ -275,13 +275,13 @@ class _FullHead(Function):
         step = _rows_at_once(len(weight))
         for start in range(0, len(hidden), step):
             row = slice(start, start + step)
-            logits = _full_logits(hidden[row], operand, bias, curve)
+            logits = _full_logits(hidden[row], operand, bias, transform)
             normaliser[row] = logits.logsumexp(-1)
             chosen[row] = logits.gather(1, targets[row, None])[:, 0]
             probability = (logits - normaliser[row, None]).exp_()
             mean[row] = probability.mul_(logits).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
-        ctx.curve = curve
+        ctx.transform = transform
         entropy = (normaliser - mean).float()
         ctx.mark_non_differentiable(entropy)
         return (chosen - normaliser).float(), entropy
@@ -299,8 +299,8 @@ class _FullHead(Function):
         step = _rows_at_once(len(weight))
         for start in range(0, len(hidden), step):
             row = slice(start, min(start + step, len(hidden)))
-            logits = _full_logits(hidden[row], operand, bias, ctx.curve)
-            slope = ctx.curve.slope(logits)
+            logits = _full_logits(hidden[row], operand, bias, ctx.transform)
+            slope = ctx.transform.slope(logits)
             block = logits.sub_(normaliser[row, None]).exp_().mul_(-grad[row, None])
             block.scatter_add_(1, targets[row, None], grad[row, None])
             block.mul_(slope)
@@ -310,11 +310,13 @@ class _FullHead(Function):
         return _cast(d_hidden, hidden), _cast(d_weight, weight), _cast(d_bias, bias), None, None
 
 
-def _full_logits(hidden: Tensor, operand: Tensor, bias: Tensor | None, curve: _Curve) -> Tensor:
+def _full_logits(
+    hidden: Tensor, operand: Tensor, bias: Tensor | None, transform: _LogitTransform
+) -> Tensor:
     logits = hidden.to(operand.dtype) @ operand.t()
     if bias is not None:
         logits += bias
-    curve.apply_(logits)
+    transform.apply_(logits)
     return logits
 
 

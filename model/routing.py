@@ -279,7 +279,7 @@ class Replay:
             "routing/fallback_fraction": Mean(routable - recorded, routable),
         }
 
-    def apply(self, router: nn.Module, output: Any, *, again: bool) -> Any:
+    def apply(self, router: nn.Module, output: Any, *, recomputing: bool) -> Any:
         family = ROUTERS[type(router).__name__]
         layer = self._layer_of[router]
         live = family.experts(output)
@@ -290,7 +290,7 @@ class Replay:
                 f"{len(live)}"
             )
         known = recorded[:, :1] != NO_ROUTE
-        if not again:
+        if not recomputing:
             same = recorded.unsqueeze(-1) == live.unsqueeze(-2)
             self._counts.append(torch.stack([same.sum(), known.sum()]))
             if self._counts_tokens:
@@ -354,10 +354,10 @@ def _on_router(router: nn.Module, _arguments: Any, output: Any) -> Any:
     if node is not None:  # a recomputation in a backward pass
         for replay in (*_open, *reversed(_closed)):
             if replay.owns(router, node):
-                return replay.apply(router, output, again=True)
+                return replay.apply(router, output, recomputing=True)
         return None
     replay = _replaying(router)
-    return replay and replay.apply(router, output, again=False)
+    return replay and replay.apply(router, output, recomputing=False)
 
 
 def _replaying(router: nn.Module) -> Replay | None:

@@ -31,7 +31,7 @@ class Prompts(Protocol):
 
     def take(self, n: int) -> Sequence[Prompt]: ...
 
-    def state(self, unfinished: Sequence[Prompt]) -> Mapping[str, Any]:
+    def position(self, unfinished: Sequence[Prompt]) -> Mapping[str, Any]:
         """Return a data position that makes a resumed run start with the `unfinished` prompts."""
         ...
 
@@ -96,7 +96,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
     stream = BatchStream(
         config,
         next_prompts=parts.prompts.take,
-        position=parts.prompts.state,
+        position=parts.prompts.position,
         sample=partial(parts.rollouts.submit, purpose="train"),
         score=partial(parts.rewards.submit, purpose="train"),
         start=start,
@@ -165,7 +165,7 @@ def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
     progress = _SamplingProgress(config, len(every), config.eval.samples, parts.decoding_steps)
 
     def tick() -> bool:
-        parts.journal.reach(*progress.estimate(sum(future.done() for future in every)))
+        parts.journal.show_progress(*progress.estimate(sum(future.done() for future in every)))
         return parts.should_abort() or should_skip()
 
     try:

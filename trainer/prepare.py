@@ -98,11 +98,11 @@ class Task(PlannedModel):
     def judged(self) -> bool:
         return needs_judge(self.config, self.dataset)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.dataset.train.restore(state)
+    def restore(self, position: Mapping[str, Any]) -> None:
+        self.dataset.train.restore(position)
 
     def position(self) -> Mapping[str, Any]:
-        return self.dataset.train.state()
+        return self.dataset.train.position()
 
     def text(self, *, seats: Sequence[str] = (), trains: bool = True) -> str:
         config, facts, hardware = self.config, self.facts, self.hardware

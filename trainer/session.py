@@ -182,7 +182,7 @@ def save_checkpoint(
     config: Config,
     learner: Any,
     step: int,
-    cursor: Mapping[str, Any],
+    position: Mapping[str, Any],
     *,
     stop: Callable[[], bool],
     say: Callable[[str], object],
@@ -192,7 +192,7 @@ def save_checkpoint(
     state = State(
         step=step,
         version=learner.version,
-        cursor=cursor,
+        cursor=position,
         config=config_digest(config),
         model=folder.base,
         tokenizer=folder.tokenizer,

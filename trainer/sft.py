@@ -21,9 +21,9 @@ from keel.trainer.nonfinite import SHOWN_FINDINGS
 class _SftStream(Protocol):
     def take(self, n: int) -> list[SftExample]: ...
 
-    def state(self, unfinished: Sequence[SftExample] = ()) -> dict[str, Any]: ...
+    def position(self, unfinished: Sequence[SftExample] = ()) -> dict[str, Any]: ...
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def restore(self, position: Mapping[str, Any]) -> None: ...
 
 
 class Batches:
@@ -50,11 +50,11 @@ class Batches:
         return batch
 
     def position(self) -> dict[str, Any]:
-        return {**self._stream.state([self._next] if self._next else []), "taken": self._drawn}
+        return {**self._stream.position([self._next] if self._next else []), "taken": self._drawn}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._stream.restore(state)
-        self._next, self._drawn = None, int(state["taken"])
+    def restore(self, position: Mapping[str, Any]) -> None:
+        self._stream.restore(position)
+        self._next, self._drawn = None, int(position["taken"])
 
     def steps_of(self, epochs: float) -> int:
         before, end, steps = self.position(), self._end_of(epochs), 0

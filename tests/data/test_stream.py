@@ -31,7 +31,7 @@ def ids(taken: list[Prompt]) -> list[str]:
 def test_restored_stream_continues(first: int, then: int) -> None:
     uninterrupted = stream()
     taken = ids(uninterrupted.take(first))
-    state = json.loads(json.dumps(uninterrupted.state()))
+    state = json.loads(json.dumps(uninterrupted.position()))
     rest = ids(uninterrupted.take(then))
 
     restored = stream()
@@ -44,12 +44,12 @@ def test_restored_stream_continues(first: int, then: int) -> None:
 def test_unfinished_prompts_come_first() -> None:
     first = stream()
     taken = first.take(6)
-    state = json.loads(json.dumps(first.state(unfinished=taken[3:])))
+    state = json.loads(json.dumps(first.position(unfinished=taken[3:])))
     restored = stream()
     restored.restore(state)
-    assert restored.state() == state
+    assert restored.position() == state
     assert ids(restored.take(5)) == ids([*taken[3:], *first.take(2)])
-    assert restored.state()["unfinished"] == []
+    assert restored.position()["unfinished"] == []
 
 
 def test_epochs() -> None:
@@ -68,7 +68,7 @@ def test_weights(count: int) -> None:
 
 
 def test_states_of_other_data() -> None:
-    state = stream().state()
+    state = stream().position()
     for other in ({"a": 6}, {"b": 4}, {"seed": 1}, {"unused": 1.0}):
         with pytest.raises(ValueError, match=next(iter(other))):
             stream(**other).restore(state)

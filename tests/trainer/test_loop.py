@@ -94,7 +94,7 @@ class FakeRun:
         return StepResult(version=self.version, metrics={"loss": Mean(1.0, 1)}, **self.went_wrong)
 
     def begin(self, activity: str) -> None: ...
-    def reach(self, done: int, total: int, unit: str) -> None: ...
+    def show_progress(self, done: int, total: int, unit: str) -> None: ...
 
     def record(self, step: int, metrics: Mapping[str, Metric], *_: Sequence[Any]) -> None:
         self.records[step] = {**self.records.get(step, {}), **metrics}
@@ -102,7 +102,7 @@ class FakeRun:
     def evaluated(self, step: int) -> bool:
         return any(name.startswith("eval/") for name in self.records.get(step, {}))
 
-    def state(self, unfinished: Sequence[Prompt]) -> Mapping[str, Any]:
+    def position(self, unfinished: Sequence[Prompt]) -> Mapping[str, Any]:
         return {"unfinished": [prompt.prompt_id for prompt in unfinished]}
 
     def save(self, step: int, cursor: Mapping[str, Any]) -> bool:
@@ -350,7 +350,7 @@ class CountedRun(FakeRun):
         self.drawn.update(prompt.prompt_id for prompt in prompts)
         return prompts
 
-    def state(self, unfinished: Sequence[Prompt]) -> Mapping[str, Any]:
+    def position(self, unfinished: Sequence[Prompt]) -> Mapping[str, Any]:
         return self.stream.state(unfinished)
 
     def record(self, step: int, metrics: Any, groups: Any, discarded: Any = ()) -> None:

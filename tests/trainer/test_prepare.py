@@ -105,7 +105,7 @@ def test_resume_with_other_data_is_refused(
     write_sums(data, 20)
     task = prepare(str(recipe), ())
     with RunFolder(task.config) as folder:
-        cursor, digest = task.dataset.train.state(), config_digest(task.config)
+        cursor, digest = task.dataset.train.position(), config_digest(task.config)
         folder.save(State(step=1, version=1, cursor=cursor, config=digest), lambda _: {})
     (run / "metrics.jsonl").touch()
     assert main(["check", str(recipe)]) == 0

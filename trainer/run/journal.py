@@ -207,8 +207,8 @@ class Journal:
     def begin(self, activity: str) -> None:
         self._view.begin(activity)
 
-    def reach(self, done: int, total: int, unit: str) -> None:
-        self._view.reach(done, total, unit)
+    def show_progress(self, done: int, total: int, unit: str) -> None:
+        self._view.show_progress(done, total, unit)
 
     def say(self, kind: str, text: str) -> None:
         self.note(kind, text)

@@ -53,7 +53,7 @@ class View:
         self._wait = Wait(activity, quiet=activity != "evaluating")
         DISPLAY.begin(self._wait)
 
-    def reach(self, done: int, total: int, unit: str) -> None:
+    def show_progress(self, done: int, total: int, unit: str) -> None:
         self._wait.unit, self._wait.done, self._wait.total = unit, done, total
 
     def record(self, step: int, numbers: Mapping[str, float]) -> None:

@@ -26,7 +26,7 @@ def test_duplicates_and_questions(tmp_path: Path) -> None:
     assert not asked[0] & asked[1] and ("other" in held) == (0 in asked[0])
     again = load(source(path, holdout=5))
     assert said(again.heldout["s"]) == held
-    assert again.train.state() == found.train.state()
+    assert again.train.position() == found.train.position()
 
 
 def test_held_out_questions_of_all_sources(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_end_of_a_long_document_is_held_out(tmp_path: Path) -> None:
     again = load(tmp_path, holdout=2)
     first, second = ([x.prompt_id for x in each.heldout["s"]] for each in (again, lessons))
     assert first == second
-    assert again.train.state() == lessons.train.state()
+    assert again.train.position() == lessons.train.position()
     assert not any(END in one.segments[0].token_ids_T for one in lessons.train.take(6))
 
 

@@ -291,7 +291,7 @@ def test_panel_shows_progress_health_and_times() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=130)
     with _LiveView("quickstart", 10, console) as view:
         view.begin("evaluating")
-        view.reach(12, 256, "prompts")
+        view.show_progress(12, 256, "prompts")
         view.begin("training")
         view.record(3, NUMBERS)
         view.say("saved")
