@@ -91,7 +91,7 @@ class Rank(TrainerWorker):
 
     def load_model(self, model_path: str, config: Config) -> None: ...
 
-    def step_packed(self) -> StepReport:
+    def step(self) -> StepReport:
         self._packed = []
         return StepReport(version=1, metrics={})
 

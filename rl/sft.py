@@ -1,4 +1,4 @@
-"""Build supervised fine-tuning examples and pack them into batches. The loss is
+"""Build supervised fine-tuning examples and divide them into batches. The loss is
 `keel.rl.losses.nll_loss`."""
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.rl.packing import PackPlan, TrainBatch
+from keel.rl.packing import PackPlan
 from keel.rl.prefix_sharing import PackItem, arrange, split_long
 from keel.rl.types import Segment
 
@@ -60,17 +60,17 @@ def supervised_segment(
     )
 
 
-def pack_sft(
+def plan_sft(
     examples: Sequence[SftExample],
     *,
     replicas: int,
     micro_batch_tokens: int,
     mean: Average = "tokens",
-) -> list[TrainBatch]:
-    """Pack the examples of one optimizer step into one `TrainBatch` per data-parallel replica. An
-    example's weight is |o_i| B / Σ |o_j| when averaging over tokens, and 1 when averaging over
-    conversations (see `nll_loss`). The segments of an example that does not fit into a micro-batch
-    are packed separately."""
+) -> list[PackPlan]:
+    """Divide the examples of one optimizer step among the data-parallel replicas. Returns a plan
+    for each replica. An example's weight is |o_i| B / Σ |o_j| when averaging over tokens, and 1
+    when averaging over conversations (see `nll_loss`). The segments of an example that does not fit
+    into a micro-batch are packed separately."""
     tokens = sum(example.learned_tokens for example in examples)
     whole = [
         PackItem(
@@ -89,6 +89,6 @@ def pack_sft(
         "split_sequences": split,
     }
     return [
-        PackPlan(micro_batches=plans, totals=totals, loss="nll").pack()
+        PackPlan(micro_batches=plans, totals=totals, loss="nll")
         for plans in arrange([items], replicas=replicas, capacity=micro_batch_tokens)
     ]

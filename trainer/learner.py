@@ -164,19 +164,14 @@ class Learner:
         asleep = self._put_to_sleep()
         watched, kept = watched_segments(groups, self._config.run), groups
         plans = plan_batches(groups, self._config, watched)
-        while True:
-            lost = set[Any]().union(*self._call_replicas("pack", plans, "packing"))
-            if not lost:
-                break
+        while lost := self._pack(plans):
             kept = [group for group in kept if lost.isdisjoint(group.keys)]
             self.say(f"{len(groups) - len(kept)} of {len(groups)} groups are left out: {_GONE}")
             if not any(group.group.trajectories for group in kept):
                 raise WorkerLost(f"no group is left: {_GONE}")
             plans = plan_batches(kept, self._config, watched)
         ray_timeouts.await_future(asleep)
-        no_arguments = [()] * len(self._ranks)
-        reports = self._call_timed("step_packed", no_arguments, _STEP, len(plans[0]))
-        result = self._combine_reports(reports, kept)
+        result = self._step_packed(len(plans[0]), kept)
         if len(kept) < len(groups):
             before, after = (sum(len(g.group.trajectories) for g in gs) for gs in (groups, kept))
             dropped = {"rollout/dropped_completions": Sum(before - after)}
@@ -184,19 +179,24 @@ class Learner:
         return result
 
     def step_on(
-        self,
-        batches: Sequence[Sequence[TrainBatch]],
-        examples: Sequence[ScoredGroup | SftExample] = (),
+        self, plans: Sequence[Sequence[PackPlan]], examples: Sequence[SftExample]
     ) -> StepResult:
-        """Take one optimizer step per packed batch. `batches` has a list for each data-parallel
-        replica. `examples` are used only in messages about non-finite values. Raises
+        """Take one optimizer step per plan on conversations. `plans` has a list for each
+        data-parallel replica. `examples` are used only in messages about non-finite values. Raises
         OutOfMemory if a step doesn't fit on a rank's GPU."""
-        reports = self._call_replicas("step", batches, _STEP, len(batches[0]))
-        return self._combine_reports(reports, examples)
+        self._pack(plans)  # conversations have no recordings that could be lost
+        return self._step_packed(len(plans[0]), examples)
 
-    def _combine_reports(
-        self, reports: Sequence[StepReport], groups: Sequence[ScoredGroup | SftExample]
+    def _pack(self, plans: Sequence[Sequence[PackPlan]]) -> set[Any]:
+        """Pack the next step's batches on the ranks. Returns the keys of lost recordings."""
+        return set[Any]().union(*self._call_replicas("pack", plans, "packing"))
+
+    def _step_packed(
+        self, updates: int, examples: Sequence[ScoredGroup | SftExample]
     ) -> StepResult:
+        """Take `updates` optimizer steps on the batches from `_pack`."""
+        arguments = [()] * len(self._ranks)
+        reports: list[StepReport] = self._call_timed("step", arguments, _STEP, updates)
         if reports[0].out_of_memory:
             raise OutOfMemory(f"{_STEP} did not fit: {reports[0].out_of_memory}", dropped=True)
         self._version = reports[0].version
@@ -205,7 +205,7 @@ class Learner:
         return StepResult(
             version=self._version,
             metrics=merge(report.metrics for report in reports),
-            findings=describe_findings(findings, groups),
+            findings=describe_findings(findings, examples),
             gave_up=reports[0].gave_up,
         )
 
@@ -219,21 +219,21 @@ class Learner:
 
     def score(
         self,
-        batches: Sequence[Mapping[str, TrainBatch]],
+        plans: Sequence[Mapping[str, PackPlan]],
         should_abort: Callable[[], bool] = never_abort,
     ) -> dict[str, Metric]:
-        """Score named batches of conversations, given for each data-parallel replica. Returns
-        `<name>/nll` for each batch, or an empty dict if `should_abort()` returns True. Each call to
+        """Score named sets of conversations, planned for each data-parallel replica. Returns
+        `<name>/nll` for each set, or an empty dict if `should_abort()` returns True. Each call to
         the ranks scores a single micro-batch, so that it finishes within the timeout for a step."""
         scored: list[dict[str, Metric]] = []
-        for name in batches[0] if batches else ():
-            rows = zip(*(own[name].micro_batches for own in batches), strict=True)
+        for name in plans[0] if plans else ():
+            rows = zip(*(own[name].micro_batches for own in plans), strict=True)
             for row in rows:
                 if should_abort():
                     return {}
                 pieces = [
                     {name: replace(own[name], micro_batches=(one,))}
-                    for own, one in zip(batches, row, strict=True)
+                    for own, one in zip(plans, row, strict=True)
                 ]
                 what = f"scoring conversations of {name}"
                 scored += self._call_replicas("score", pieces, what)
@@ -599,22 +599,19 @@ class TrainerWorker:
         return self._engine.notes
 
     def pack(self, plans: Sequence[PackPlan]) -> set[Any]:
-        """Fetch the recordings that `plans` need, and pack the batches for `step_packed`. Returns
-        the keys of lost recordings. If any are lost, nothing is packed."""
+        """Fetch the recordings that `plans` need, and pack the batches for `step`. Returns the keys
+        of lost recordings. If any are lost, nothing is packed."""
         keys = set[Any]().union(*(plan.keys for plan in plans))
-        found = ray_timeouts.fetch([*keys], seconds=_FETCH_S)
+        found = ray_timeouts.fetch([*keys], seconds=_FETCH_S) if keys else {}
         lost = keys - found.keys()
         self._packed = [] if lost else [plan.pack(found) for plan in plans]
         return lost
 
-    def step_packed(self) -> StepReport:
+    def step(self) -> StepReport:
         """Train on the batches from the last `pack`. Raises ValueError if nothing is packed."""
         batches, self._packed = self._packed, []
         if not batches:
             raise ValueError("an optimizer step needs packed batches: call `pack` first")
-        return self.step(batches)
-
-    def step(self, batches: Sequence[TrainBatch]) -> StepReport:
         import torch  # noqa: PLC0415  (as above)
 
         try:
@@ -637,11 +634,11 @@ class TrainerWorker:
     def recompute(self, keep_attention: bool) -> None:
         self.engine.recompute(keep_attention=keep_attention)
 
-    def score(self, batches: Mapping[str, TrainBatch]) -> dict[str, Metric]:
+    def score(self, plans: Mapping[str, PackPlan]) -> dict[str, Metric]:
         return {
             f"{name}/{metric}": value
-            for name, batch in batches.items()
-            for metric, value in self.engine.score(batch).items()
+            for name, plan in plans.items()
+            for metric, value in self.engine.score(plan.pack()).items()
         }
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:

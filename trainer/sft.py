@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from keel.configs.schema import Config, SftConfig
 from keel.rl.metrics import Mean, Metric, Sum, merge
-from keel.rl.sft import SftExample, pack_sft
+from keel.rl.sft import SftExample, plan_sft
 from keel.rl.types import StepResult
 from keel.trainer.guard import RunJournal, Save, Saver
 from keel.trainer.learner import Learner
@@ -103,8 +103,8 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
     """Run steps `start + 1` to `config.run.steps`, or until `parts.should_stop()` returns True.
     Returns the last completed step."""
     run, learner = config.run, parts.learner
-    packed = {
-        name: pack_sft(
+    planned = {
+        name: plan_sft(
             examples,
             replicas=config.trainer.data_parallel,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
@@ -112,8 +112,8 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
         for name, examples in parts.heldout.items()
     }
     heldout = [
-        {name: batches[replica] for name, batches in packed.items()}
-        for replica in range(config.trainer.data_parallel if packed else 0)
+        {name: plans[replica] for name, plans in planned.items()}
+        for replica in range(config.trainer.data_parallel if planned else 0)
     ]
 
     def measure() -> dict[str, Metric]:
@@ -154,14 +154,14 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
 
 def _take_step(learner: Learner, examples: Sequence[SftExample], config: Config) -> StepResult:
     trainer = config.trainer
-    batches = pack_sft(
+    plans = plan_sft(
         examples,
         replicas=trainer.data_parallel,
         micro_batch_tokens=trainer.micro_batch_tokens,
         mean=config.sft.mean,
     )
-    result = learner.step_on([[batch] for batch in batches], examples)
-    rows = [len(row.token_ids_N) for batch in batches for row in batch.micro_batches]
+    result = learner.step_on([[plan] for plan in plans], examples)
+    rows = [sum(group.tokens for group in row) for plan in plans for row in plan.micro_batches]
     capacity = sum(max(trainer.micro_batch_tokens, row) for row in rows)
     sizes: dict[str, Metric] = {
         "sft/conversations": Sum(len(examples)),

@@ -39,7 +39,7 @@ from keel.rewards.judge.service import JudgeService
 from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
 from keel.rl.futures import never_abort
 from keel.rl.metrics import Metric, merge
-from keel.rl.packing import TrainBatch
+from keel.rl.packing import PackPlan, TrainBatch
 from keel.rl.sft import SftExample
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
 from keel.rollout.pool import RayEngine, RolloutPool
@@ -89,14 +89,17 @@ class LocalLearner:
         (plans,) = plan_batches(groups, self._config, watched)
         keys = {key for plan in plans for key in plan.keys}
         found = ray_timeouts.fetch([*keys], seconds=PATIENCE_S)
-        return self.step_on([[plan.pack(found) for plan in plans]], groups)
+        return self._step([plan.pack(found) for plan in plans], groups)
 
     def step_on(
-        self,
-        shares: Sequence[Sequence[TrainBatch]],
-        groups: Sequence[ScoredGroup | SftExample] = (),
+        self, plans: Sequence[Sequence[PackPlan]], examples: Sequence[SftExample]
     ) -> StepResult:
-        metrics = self.engine.step(shares[0])
+        return self._step([plan.pack() for plan in plans[0]], examples)
+
+    def _step(
+        self, batches: Sequence[TrainBatch], groups: Sequence[ScoredGroup | SftExample]
+    ) -> StepResult:
+        metrics = self.engine.step(batches)
         self.tokens = self.engine.tokens
         return StepResult(
             version=self.version,
@@ -106,13 +109,13 @@ class LocalLearner:
         )
 
     def score(
-        self, shares: Sequence[Mapping[str, TrainBatch]], hurry: Callable[[], bool] = never_abort
+        self, plans: Sequence[Mapping[str, PackPlan]], hurry: Callable[[], bool] = never_abort
     ) -> dict[str, Metric]:
         if hurry():
             return {}
         return merge(
-            {f"{name}/{metric}": value for metric, value in self.engine.score(batch).items()}
-            for name, batch in (shares[0] if shares else {}).items()
+            {f"{name}/{metric}": value for metric, value in self.engine.score(plan.pack()).items()}
+            for name, plan in (plans[0] if plans else {}).items()
         )
 
     direct = False

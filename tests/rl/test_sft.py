@@ -11,7 +11,7 @@ from keel.rl.losses import nll_loss
 from keel.rl.metrics import merge, values
 from keel.rl.packing import TrainBatch
 from keel.rl.records import recorded_segments, scored_record, trajectory_record
-from keel.rl.sft import Average, SftExample, pack_sft, supervised_segment
+from keel.rl.sft import Average, SftExample, plan_sft, supervised_segment
 from keel.rl.types import PROGRAM, Prompt, Segment, Trajectory
 from tests.rl.rollouts import scored
 
@@ -121,7 +121,8 @@ def loss_and_gradient(batches: list[TrainBatch]) -> tuple[float, torch.Tensor]:
 def test_packing_changes_neither_loss_nor_gradient(
     replicas: int, capacity: int, mean: Average
 ) -> None:
-    batches = pack_sft(examples(), replicas=replicas, micro_batch_tokens=capacity, mean=mean)
+    plans = plan_sft(examples(), replicas=replicas, micro_batch_tokens=capacity, mean=mean)
+    batches = [plan.pack() for plan in plans]
     assert len({len(batch.micro_batches) for batch in batches}) == 1
     each = [
         torch.cat([TABLE[one.token_ids_T[one.trainable_T]].exp() for one in example.segments])
@@ -130,8 +131,10 @@ def test_packing_changes_neither_loss_nor_gradient(
     expected = torch.cat(each).mean() if mean == "tokens" else sum(t.mean() for t in each) / 11
     loss, gradient = loss_and_gradient(batches)
     assert loss == pytest.approx(float(expected), rel=1e-6)  # weights are float32
-    whole = pack_sft(examples(), replicas=1, micro_batch_tokens=10_000, mean=mean)
-    torch.testing.assert_close(gradient, loss_and_gradient(whole)[1], rtol=1e-6, atol=1e-12)
+    (whole,) = plan_sft(examples(), replicas=1, micro_batch_tokens=10_000, mean=mean)
+    torch.testing.assert_close(
+        gradient, loss_and_gradient([whole.pack()])[1], rtol=1e-6, atol=1e-12
+    )
 
 
 def test_a_trajectory_survives_its_json_line() -> None:

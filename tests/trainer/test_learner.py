@@ -142,7 +142,6 @@ def test_deadline_scales_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     learner = Ranks(monkeypatch, (1, StepReport(version=3, metrics={}))).learner(make_config(1, 1))
     monkeypatch.setattr(ray_timeouts, "put", lambda value: value)
     monkeypatch.setattr(ray_timeouts, "call", lambda *_, **__: 0)
-    pair = [trajectory(segment(s, 5), sibling=s) for s in (0, 1)]
     waited, wait = list[float](), learner._wait
 
     def noted(refs: Sequence[Any], limit: _CallDeadline) -> list[Any]:
@@ -152,8 +151,7 @@ def test_deadline_scales_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner, "_wait", noted)
     for steps in (1, 4):
         learner._longest_s = {}
-        (batch,) = pack([scored(pair, [0.0, 1.0])], replicas=1, micro_batch_tokens=64)
-        assert learner.step_on([[batch] * steps]).version == 3
+        assert learner._step_packed(steps, ()).version == 3
     assert waited == [60, 240]
 
 

@@ -351,7 +351,7 @@ class CountedRun(FakeRun):
         return prompts
 
     def position(self, unfinished: Sequence[Prompt]) -> Mapping[str, Any]:
-        return self.stream.state(unfinished)
+        return self.stream.position(unfinished)
 
     def record(self, step: int, metrics: Any, groups: Any, discarded: Any = ()) -> None:
         super().record(step, metrics, groups, discarded)

@@ -15,7 +15,7 @@ from keel.configs.schema import Config, ConfigError
 from keel.data.stream import Stream
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.metrics import Mean, Metric, Sum, values
-from keel.rl.packing import TrainBatch
+from keel.rl.packing import PackPlan
 from keel.rl.sft import SftExample, supervised_segment
 from keel.rl.types import StepResult
 from keel.trainer import sft
@@ -51,17 +51,18 @@ class Ranks:
         """Tokens of each step's conversations."""
 
     def step_on(
-        self, shares: Sequence[Sequence[TrainBatch]], lessons: Sequence[SftExample], /
+        self, plans: Sequence[Sequence[PackPlan]], lessons: Sequence[SftExample], /
     ) -> StepResult:
-        rows = [row for share in shares for batch in share for row in batch.micro_batches]
+        batches = [plan.pack() for own in plans for plan in own]
+        rows = [row for batch in batches for row in batch.micro_batches]
         self.learned.append(sorted(int(n) + 1 for row in rows for n in row.sequence_tokens_S))
         self.version += 1
         return StepResult(version=self.version, metrics={"loss": Sum(1.0)})
 
     def score(
-        self, shares: Sequence[Mapping[str, TrainBatch]], hurry: Callable[[], bool], /
+        self, plans: Sequence[Mapping[str, PackPlan]], hurry: Callable[[], bool], /
     ) -> dict[str, Metric]:
-        return {f"{name}/nll": Mean(4.0 - self.version, 2) for name in shares[0]}
+        return {f"{name}/nll": Mean(4.0 - self.version, 2) for name in plans[0]}
 
 
 class Run:

@@ -342,10 +342,17 @@ class Local(Learner):
         self.worker = TrainerWorker(0, 1, gpu=False)
         self.worker._engine = TrainerEngine(str(model), config)
 
-    def _call_with_shares(
-        self, method: str, shares: Sequence[Any], what: str, times: int = 1
+        self._ranks = [self.worker]
+
+    def _call_replicas(
+        self, method: str, inputs: Sequence[Any], what: str, updates: int = 1
     ) -> list[Any]:
-        return [getattr(self.worker, method)(*shares[:1])]
+        return [getattr(self.worker, method)(inputs[0])]
+
+    def _call_timed(
+        self, method: str, arguments: Sequence[Any], what: str, updates: int
+    ) -> list[Any]:
+        return [getattr(self.worker, method)(*arguments[0])]
 
     def _call_all(self, method: str, *arguments: object, deadline: object) -> list[Any]:
         return [getattr(self.worker, method)(*arguments)]
@@ -357,7 +364,7 @@ class Local(Learner):
 
 def test_packed_step_needs_packed_batches() -> None:
     with pytest.raises(ValueError, match="call `pack` first"):
-        TrainerWorker(0, 1, gpu=False).step_packed()
+        TrainerWorker(0, 1, gpu=False).step()
 
 
 def short(config: Config) -> Config:

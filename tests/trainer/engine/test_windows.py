@@ -14,7 +14,7 @@ from torch import Tensor
 from keel.configs.schema import AlgorithmConfig, Config
 from keel.rl.metrics import values
 from keel.rl.packing import TrainBatch, split_updates
-from keel.rl.sft import SftExample, pack_sft, supervised_segment
+from keel.rl.sft import SftExample, plan_sft, supervised_segment
 from tests.trainer.engine import scenarios
 from tests.trainer.engine import test_expert_parallel as experts
 from tests.trainer.engine.batches import (
@@ -76,11 +76,11 @@ def learning(stage: int, *, model: str = "untied", **changes: object) -> Scenari
         local = ranks.rank // trainer.sequence_parallel
 
         def packed(seed: int):
-            return pack_sft(
+            return plan_sft(
                 lessons(seed),
                 replicas=trainer.data_parallel,
                 micro_batch_tokens=trainer.micro_batch_tokens,
-            )[local]
+            )[local].pack()
 
         def measured() -> dict[str, float]:
             return values(ranks.merged(engine.score(packed(HELDOUT))))
