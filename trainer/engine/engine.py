@@ -11,6 +11,8 @@ gradient flows only through its own tokens. These gradients also add up, so Deep
 to know about the groups.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -77,86 +79,6 @@ _CUT = 4
 """A sampling mask counts as possibly cut by top-k if it has more than 1/`_CUT` of the ids that
 top-k allows. Top-k is applied before top-p, but it makes no difference where a few ids hold nearly
 all of the probability."""
-
-
-class SplitGaps:
-    """The mean of log π_old − log π_θ for each of the P trajectories that are split across
-    micro-batches or ranks. The sequence mask needs the means from before the optimizer step."""
-
-    def __init__(self, batch: TrainBatch, device: torch.device) -> None:
-        sampled = batch.micro_batches[0].loss == "grpo"
-        count = self._count = batch.split_sequences if sampled else 0
-        self._totals = GapTotals(count, device)
-        self._before_P = torch.full((count,), torch.nan, dtype=torch.float64, device=device)
-        """The means before the step. NaN for trajectories that the mask can never drop, and for all
-        of them if nothing was scored first."""
-
-    def add(self, inputs: Inputs, logp: Tensor) -> None:
-        # All ranks of a sequence-parallel group have the same.
-        if self._count and inputs.split_S is not None and inputs.shard.rank == 0:
-            self._totals.add(logp, inputs.logp_old_R, inputs.split_S[inputs.sequence_R])
-
-    def begin_step(self) -> None:
-        """Compute the mean gaps before the step from everything added so far. Collective."""
-        self._before_P = self._all_reduce_means()
-        self._totals = GapTotals(self._count, self._before_P.device)
-
-    def sequence_gap(self, inputs: Inputs) -> Tensor | None:
-        """Return the argument `sequence_gap` [S] of `keel.rl.losses.grpo_loss` for a micro-batch,
-        or None if the micro-batch contains no split trajectories."""
-        if inputs.split_S is None:
-            return None
-        gaps = self._before_P[inputs.split_S.clamp(min=0)]
-        return torch.where(inputs.split_S < 0, torch.nan, gaps)
-
-    def end_step(self) -> dict[str, Metric]:
-        """Return metrics for the trajectories added during the step. Collective."""
-        if not self._count:
-            return {}
-        return {"mask/logp_gap_max": Max(float(self._all_reduce_means().clamp(min=0).amax()))}
-
-    def _all_reduce_means(self) -> Tensor:
-        dist.all_reduce(self._totals.sums_2P)
-        return self._totals.means()
-
-
-def mass_penalty(
-    inputs: Inputs, log_mass: Tensor, total_sequences: int, config: Config
-) -> tuple[Tensor, Tensor]:
-    """Compute this micro-batch's share of the penalty on probability outside the sampling masks
-    (`algorithm.kept_mass_coef`).
-
-    c/B Σ_i w_i/|o_i| Σ_t max(0, log top_p² − log m_t)
-
-    `log_mass` [M] covers this rank's shard of the row. Masks that top-k may have cut (`_CUT`) are
-    skipped, because their probability at sampling time is unknown. Also returns the float32 totals
-    [4] that `_mass_metrics` needs.
-    """
-    coef, sampling, head = config.algorithm.kept_mass_coef, config.rollout.sampling, inputs.head
-    weight, shortfall = torch.zeros_like(log_mass), torch.zeros_like(log_mass)
-    if coef > 0 and inputs.truncated:  # also without probes: all ranks need the same graph
-        uncut = _CUT * head.kept_offsets.diff()[head.probes] <= sampling.top_k
-        weight = to_device(head.probe_weight * uncut, log_mass.device)
-        shortfall = kept_mass_shortfall(log_mass, top_p=sampling.top_p)
-    with torch.no_grad():
-        counted = weight > 0
-        ones = torch.ones_like(log_mass)
-        columns = (log_mass.exp(), ones, shortfall * counted, ones * counted)
-        totals = torch.stack([column.sum() for column in columns])
-    return coef / total_sequences * (weight * shortfall).sum(), totals
-
-
-def _indexer_metrics(held: Tensor) -> dict[str, Metric]:
-    """Return `indexer/held`: the fraction of attention on the top k keys, averaged over layers and
-    over queries with more than k keys."""
-    attention, queries = held.tolist()
-    return {"indexer/held": Mean(attention, queries)} if queries else {}
-
-
-def _mass_metrics(totals: Tensor) -> dict[str, Metric]:
-    mass, tokens, short, counted = totals.tolist()
-    metrics: dict[str, Metric] = {"sampling/kept_mass": Mean(mass, tokens)} if tokens else {}
-    return metrics | ({"sampling/mass_shortfall": Mean(short, counted)} if counted else {})
 
 
 class TrainerEngine:
@@ -567,3 +489,83 @@ class TrainerEngine:
         self._offload.load(state=True)
         progress = self._checkpoints.load(folder)
         self.steps, self.version = progress["steps"], progress["version"]
+
+
+class SplitGaps:
+    """The mean of log π_old − log π_θ for each of the P trajectories that are split across
+    micro-batches or ranks. The sequence mask needs the means from before the optimizer step."""
+
+    def __init__(self, batch: TrainBatch, device: torch.device) -> None:
+        sampled = batch.micro_batches[0].loss == "grpo"
+        count = self._count = batch.split_sequences if sampled else 0
+        self._totals = GapTotals(count, device)
+        self._before_P = torch.full((count,), torch.nan, dtype=torch.float64, device=device)
+        """The means before the step. NaN for trajectories that the mask can never drop, and for all
+        of them if nothing was scored first."""
+
+    def add(self, inputs: Inputs, logp: Tensor) -> None:
+        # All ranks of a sequence-parallel group have the same.
+        if self._count and inputs.split_S is not None and inputs.shard.rank == 0:
+            self._totals.add(logp, inputs.logp_old_R, inputs.split_S[inputs.sequence_R])
+
+    def begin_step(self) -> None:
+        """Compute the mean gaps before the step from everything added so far. Collective."""
+        self._before_P = self._all_reduce_means()
+        self._totals = GapTotals(self._count, self._before_P.device)
+
+    def sequence_gap(self, inputs: Inputs) -> Tensor | None:
+        """Return the argument `sequence_gap` [S] of `keel.rl.losses.grpo_loss` for a micro-batch,
+        or None if the micro-batch contains no split trajectories."""
+        if inputs.split_S is None:
+            return None
+        gaps = self._before_P[inputs.split_S.clamp(min=0)]
+        return torch.where(inputs.split_S < 0, torch.nan, gaps)
+
+    def end_step(self) -> dict[str, Metric]:
+        """Return metrics for the trajectories added during the step. Collective."""
+        if not self._count:
+            return {}
+        return {"mask/logp_gap_max": Max(float(self._all_reduce_means().clamp(min=0).amax()))}
+
+    def _all_reduce_means(self) -> Tensor:
+        dist.all_reduce(self._totals.sums_2P)
+        return self._totals.means()
+
+
+def mass_penalty(
+    inputs: Inputs, log_mass: Tensor, total_sequences: int, config: Config
+) -> tuple[Tensor, Tensor]:
+    """Compute this micro-batch's share of the penalty on probability outside the sampling masks
+    (`algorithm.kept_mass_coef`).
+
+    c/B Σ_i w_i/|o_i| Σ_t max(0, log top_p² − log m_t)
+
+    `log_mass` [M] covers this rank's shard of the row. Masks that top-k may have cut (`_CUT`) are
+    skipped, because their probability at sampling time is unknown. Also returns the float32 totals
+    [4] that `_mass_metrics` needs.
+    """
+    coef, sampling, head = config.algorithm.kept_mass_coef, config.rollout.sampling, inputs.head
+    weight, shortfall = torch.zeros_like(log_mass), torch.zeros_like(log_mass)
+    if coef > 0 and inputs.truncated:  # also without probes: all ranks need the same graph
+        uncut = _CUT * head.kept_offsets.diff()[head.probes] <= sampling.top_k
+        weight = to_device(head.probe_weight * uncut, log_mass.device)
+        shortfall = kept_mass_shortfall(log_mass, top_p=sampling.top_p)
+    with torch.no_grad():
+        counted = weight > 0
+        ones = torch.ones_like(log_mass)
+        columns = (log_mass.exp(), ones, shortfall * counted, ones * counted)
+        totals = torch.stack([column.sum() for column in columns])
+    return coef / total_sequences * (weight * shortfall).sum(), totals
+
+
+def _indexer_metrics(held: Tensor) -> dict[str, Metric]:
+    """Return `indexer/held`: the fraction of attention on the top k keys, averaged over layers and
+    over queries with more than k keys."""
+    attention, queries = held.tolist()
+    return {"indexer/held": Mean(attention, queries)} if queries else {}
+
+
+def _mass_metrics(totals: Tensor) -> dict[str, Metric]:
+    mass, tokens, short, counted = totals.tolist()
+    metrics: dict[str, Metric] = {"sampling/kept_mass": Mean(mass, tokens)} if tokens else {}
+    return metrics | ({"sampling/mass_shortfall": Mean(short, counted)} if counted else {})

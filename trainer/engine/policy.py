@@ -44,6 +44,222 @@ from keel.rl.types import NO_ROUTE, SamplingMasks, TokenNumbers
 from keel.trainer.engine.zero import initialize
 
 
+class PolicyNetwork(nn.Module):
+    """A causal language model that computes log-probabilities of sampled tokens without
+    materializing the full logits."""
+
+    learning_indexers: int = 0
+    """Number of layers with a sparse-attention indexer that is being trained."""
+    replays_selections: bool = True
+    """True if sparse attention replays the token selections recorded by the engines, if any."""
+
+    def __init__(self, model: PreTrainedModel, config: Config) -> None:
+        super().__init__()
+        attention = config.trainer.attention
+        fix_long_rope(model, config.max_context)
+        found_indexers = indexers(model)
+        if found_indexers:
+            learning = config.trainer.indexer_loss > 0 and attention != "dense"
+            model.requires_grad_(attention != "warm-up")
+            for indexer in found_indexers:
+                indexer.requires_grad_(learning)
+            self.learning_indexers = len(found_indexers) if learning else 0
+        use_sparse_attention(model)
+        self._sparse, self._dense = bool(found_indexers), attention != "sparse"
+        use_packed_attention(model)
+        if config.model.batch_invariant:
+            use_invariant_layers(model)
+        else:
+            use_fused_layers(model)
+        if config.model.wide_residual:
+            use_float32_residual(model)
+        install_support_head(model)
+        disable_dropout(model)
+        self.model = model
+        self.config = model.config  # DeepSpeed reads it
+        self.temperature = config.rollout.sampling.temperature
+        self._learns_mass = config.algorithm.kept_mass_coef > 0
+
+    def recompute(self, *, keep_attention: bool) -> None:
+        """Turn on activation checkpointing. With `keep_attention`, attention outputs are kept
+        rather than recomputed."""
+        options = {"context_fn": attention_kept} if keep_attention else {}
+        self.model.gradient_checkpointing_enable({"use_reentrant": False, **options})
+
+    def forward(self, *, inputs: Inputs) -> PolicyOutput:
+        learning = self.learning_indexers > 0 and torch.is_grad_enabled()
+        warming = self._dense and self.learning_indexers > 0  # measured without gradient, too
+        sparse = SparsePass(dense=self._dense, loss=learning or warming)
+        if self._sparse and self.replays_selections and inputs.selected_NLb is not None:
+            sparse.recorded_LNb = recorded_selection(
+                self.model, inputs.selected_NLb, inputs.position_N
+            )
+        options = {"sparse": sparse} if self._sparse else {}
+        hidden = self.model.get_decoder()(
+            input_ids=inputs.token_ids,
+            position_ids=inputs.positions,
+            use_cache=False,
+            segments=inputs.segments,
+            **options,
+        ).last_hidden_state
+        head = self.model.get_output_embeddings()
+        assert isinstance(head, SupportHead)
+        logp, entropy = inputs.head.logprobs(hidden, head, temperature=self.temperature)
+        log_mass = logp.new_zeros(0)
+        if inputs.truncated and torch.is_grad_enabled():
+            with torch.set_grad_enabled(self._learns_mass):
+                log_mass = inputs.head.kept_mass(hidden, head, logp, temperature=self.temperature)
+        indexer_loss = sparse.loss_sum() if sparse.losses else hidden.new_zeros(())
+        none = hidden.new_zeros(2, dtype=torch.float32)
+        held = torch.stack(sparse.held).sum(0) if sparse.held else none
+        return PolicyOutput(logp, entropy, log_mass, indexer_loss, held)
+
+    def keep_routing(
+        self, inputs: Inputs, *, enabled: bool = True
+    ) -> AbstractContextManager[Replay | None]:
+        """Return a context in which each token is routed to the experts recorded by the engine.
+        Without recorded tokens, as in conversations to learn from, or if not `enabled`, the routers
+        choose the experts."""
+        if not enabled or inputs.loss != "grpo":
+            return nullcontext()
+        routes = inputs.routes_NLK
+        if inputs.padding:
+            # Replays nothing, but keeps the order of modules that ZeRO-3 needs equal on all ranks.
+            routers = router_modules(self.model)
+            top_k = getattr(routers[0], "top_k", 0)
+            routes = torch.full((inputs.token_ids.shape[1], len(routers), top_k), NO_ROUTE)
+        if routes is None:
+            raise ValueError(
+                "algorithm.keep_routing is on and the model has routers, but a micro-batch has no "
+                "recorded routes"
+            )
+        return replay_routes(self.model, routes, by_token=inputs.watched)
+
+
+class PolicyOutput(NamedTuple):
+    """The float32 results of a forward pass over this rank's shard of a row."""
+
+    logp: Tensor
+    """[r], log-probability of each sampled token among the ids in its sampling mask."""
+    entropy: Tensor
+    """[r], entropy of that distribution, without gradient."""
+    log_mass: Tensor
+    """[M], log mass of the masks of the probes. M = 0 without gradients or masks."""
+    indexer_loss: Tensor
+    """[], loss of the indexers, summed over layers and tokens."""
+    held: Tensor
+    """[2], attention within the indexers' top k (`SparsePass.held`), over all layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """A micro-batch on the trainer's device. Inputs to the head and the routers stay in host
+    memory, where they are checked.
+
+    Under sequence parallelism, `token_ids`, `positions`, `head` and `*_N*` cover only this rank's
+    shard of the row, whereas `segments` and `*_R` cover the whole row.
+    """
+
+    token_ids: Tensor
+    """[1, N]"""
+    positions: Tensor
+    """[1, N]"""
+    segments: Segments
+    loss: Loss
+    shard: Slice
+    """This rank's shard of the row. The other ranks of `shard.group` have the rest."""
+    own_R: slice
+    """The r of the R sampled tokens that this rank predicts. The other ranks of the group predict
+    the rest."""
+    unrouted_tokens: int
+    """Number of this rank's N tokens that have no recorded routes, because they were never an input
+    to an engine. These are padding and the last token of each segment."""
+    padding_tokens: int
+    """Number of this rank's N tokens that are padding. The row is padded at the end so that all
+    ranks' shards have the same length."""
+    head: HeadInputs
+    logp_old_R: Tensor
+    advantage_R: Tensor
+    kl_coef_R: Tensor
+    sequence_R: Tensor
+    sequence_tokens_S: Tensor
+    sequence_weight_S: Tensor
+    split_S: Tensor | None
+    reference_S: Tensor | None
+    routes_NLK: Tensor | None
+    selected_NLb: NDArray[np.uint8] | None
+    position_N: NDArray[np.int32]
+    watched: bool = False
+    """True if a segment will be saved to disk, so that `seen_tokens` is needed."""
+    truncated: bool = False
+    """True if the step has sampling masks. Has the same value on all ranks."""
+
+    @property
+    def padding(self) -> bool:
+        """True if the micro-batch is empty. The rank runs it only to take part in the other ranks'
+        collectives."""
+        return len(self.sequence_tokens_S) == 0
+
+    @staticmethod
+    def of(
+        batch: MicroBatch, device: torch.device, shard: Slice = WHOLE, *, probes: int = 1
+    ) -> Inputs:
+        """Copy this rank's shard of `batch` to `device`. See `HeadInputs.of` for `probes`."""
+
+        def moved(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
+            return to_device(torch.tensor(array, dtype=dtype), device)
+
+        count = len(batch.token_ids_N)
+        last_N = np.append(np.diff(batch.segment_N) != 0, True)
+        lengths = np.diff(np.flatnonzero(last_N), prepend=-1).tolist()
+        follows = None if batch.follows is None else batch.follows.tolist()
+        if follows is not None:  # a shared beginning continues after its end
+            last_N[last_N] = ~np.isin(np.arange(len(follows)), follows)
+        if padding := shard.filled(count):
+            lengths.append(padding)  # a separate segment
+            follows = follows and [*follows, -1]
+        rows = batch.sampled_rows
+        start, stop = shard.bounds(count)
+        head = HeadInputs.of(batch, start, stop, probes=probes)
+        # Hidden state t−1 predicts token t, so the token at `start` belongs to the rank before.
+        first = int((rows <= start).sum())
+        routes, selected = batch.routes_NLK, batch.selected_NLb
+        return Inputs(
+            token_ids=moved(shard.cut(batch.token_ids_N, 0), torch.long)[None],
+            positions=moved(shard.cut(batch.position_N, 0), torch.long)[None],
+            segments=Segments.of(lengths, device, shard.group, follows),
+            loss=batch.loss,
+            shard=shard,
+            own_R=slice(first, first + len(head.rows)),
+            unrouted_tokens=int(shard.cut(last_N, True).sum()),
+            padding_tokens=stop - max(start, min(stop, count)),
+            head=head,
+            logp_old_R=moved(batch.logp_old_N[rows], torch.float32),
+            advantage_R=moved(batch.advantage_N[rows], torch.float32),
+            kl_coef_R=moved(batch.kl_coef_N[rows], torch.float32),
+            sequence_R=moved(batch.sequence_N[rows], torch.long),
+            sequence_tokens_S=moved(batch.sequence_tokens_S, torch.long),
+            sequence_weight_S=moved(batch.sequence_weight_S, torch.float32),
+            split_S=None if batch.split_S is None else moved(batch.split_S, torch.long),
+            reference_S=None if batch.reference_S is None else moved(batch.reference_S, torch.long),
+            routes_NLK=None if routes is None else torch.tensor(shard.cut(routes, NO_ROUTE)),
+            selected_NLb=None if selected is None else shard.cut(selected, 0),
+            position_N=shard.cut(batch.position_N, 0),
+            watched=batch.watched is not None,
+            truncated=batch.sampling_mask is not None,
+        )
+
+    def gather(self, logp: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Gather the values [r] from all shards of the row into [R]. Gradients flow back only to
+        this rank's own values."""
+        if self.shard.group is None or self.padding:
+            return logp, reference
+        values = torch.stack([logp.detach()] if reference is None else [logp.detach(), reference])
+        values = self.shard.gather(values, self.own_R, len(self.logp_old_R))
+        before, after = values[0, : self.own_R.start], values[0, self.own_R.stop :]
+        return torch.cat([before, logp, after]), None if reference is None else values[1]
+
+
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
     """Inputs to the output layer for the sampled tokens that a rank predicts, in host memory. They
@@ -168,222 +384,6 @@ def _select_masks(
     return SamplingMasks(
         ids=ids, offsets=np.concatenate([np.zeros(1, np.int64), sizes[rows].cumsum()])
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """A micro-batch on the trainer's device. Inputs to the head and the routers stay in host
-    memory, where they are checked.
-
-    Under sequence parallelism, `token_ids`, `positions`, `head` and `*_N*` cover only this rank's
-    shard of the row, whereas `segments` and `*_R` cover the whole row.
-    """
-
-    token_ids: Tensor
-    """[1, N]"""
-    positions: Tensor
-    """[1, N]"""
-    segments: Segments
-    loss: Loss
-    shard: Slice
-    """This rank's shard of the row. The other ranks of `shard.group` have the rest."""
-    own_R: slice
-    """The r of the R sampled tokens that this rank predicts. The other ranks of the group predict
-    the rest."""
-    unrouted_tokens: int
-    """Number of this rank's N tokens that have no recorded routes, because they were never an input
-    to an engine. These are padding and the last token of each segment."""
-    padding_tokens: int
-    """Number of this rank's N tokens that are padding. The row is padded at the end so that all
-    ranks' shards have the same length."""
-    head: HeadInputs
-    logp_old_R: Tensor
-    advantage_R: Tensor
-    kl_coef_R: Tensor
-    sequence_R: Tensor
-    sequence_tokens_S: Tensor
-    sequence_weight_S: Tensor
-    split_S: Tensor | None
-    reference_S: Tensor | None
-    routes_NLK: Tensor | None
-    selected_NLb: NDArray[np.uint8] | None
-    position_N: NDArray[np.int32]
-    watched: bool = False
-    """True if a segment will be saved to disk, so that `seen_tokens` is needed."""
-    truncated: bool = False
-    """True if the step has sampling masks. Has the same value on all ranks."""
-
-    @property
-    def padding(self) -> bool:
-        """True if the micro-batch is empty. The rank runs it only to take part in the other ranks'
-        collectives."""
-        return len(self.sequence_tokens_S) == 0
-
-    @staticmethod
-    def of(
-        batch: MicroBatch, device: torch.device, shard: Slice = WHOLE, *, probes: int = 1
-    ) -> Inputs:
-        """Copy this rank's shard of `batch` to `device`. See `HeadInputs.of` for `probes`."""
-
-        def moved(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
-            return to_device(torch.tensor(array, dtype=dtype), device)
-
-        count = len(batch.token_ids_N)
-        last_N = np.append(np.diff(batch.segment_N) != 0, True)
-        lengths = np.diff(np.flatnonzero(last_N), prepend=-1).tolist()
-        follows = None if batch.follows is None else batch.follows.tolist()
-        if follows is not None:  # a shared beginning continues after its end
-            last_N[last_N] = ~np.isin(np.arange(len(follows)), follows)
-        if padding := shard.filled(count):
-            lengths.append(padding)  # a separate segment
-            follows = follows and [*follows, -1]
-        rows = batch.sampled_rows
-        start, stop = shard.bounds(count)
-        head = HeadInputs.of(batch, start, stop, probes=probes)
-        # Hidden state t−1 predicts token t, so the token at `start` belongs to the rank before.
-        first = int((rows <= start).sum())
-        routes, selected = batch.routes_NLK, batch.selected_NLb
-        return Inputs(
-            token_ids=moved(shard.cut(batch.token_ids_N, 0), torch.long)[None],
-            positions=moved(shard.cut(batch.position_N, 0), torch.long)[None],
-            segments=Segments.of(lengths, device, shard.group, follows),
-            loss=batch.loss,
-            shard=shard,
-            own_R=slice(first, first + len(head.rows)),
-            unrouted_tokens=int(shard.cut(last_N, True).sum()),
-            padding_tokens=stop - max(start, min(stop, count)),
-            head=head,
-            logp_old_R=moved(batch.logp_old_N[rows], torch.float32),
-            advantage_R=moved(batch.advantage_N[rows], torch.float32),
-            kl_coef_R=moved(batch.kl_coef_N[rows], torch.float32),
-            sequence_R=moved(batch.sequence_N[rows], torch.long),
-            sequence_tokens_S=moved(batch.sequence_tokens_S, torch.long),
-            sequence_weight_S=moved(batch.sequence_weight_S, torch.float32),
-            split_S=None if batch.split_S is None else moved(batch.split_S, torch.long),
-            reference_S=None if batch.reference_S is None else moved(batch.reference_S, torch.long),
-            routes_NLK=None if routes is None else torch.tensor(shard.cut(routes, NO_ROUTE)),
-            selected_NLb=None if selected is None else shard.cut(selected, 0),
-            position_N=shard.cut(batch.position_N, 0),
-            watched=batch.watched is not None,
-            truncated=batch.sampling_mask is not None,
-        )
-
-    def gather(self, logp: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Gather the values [r] from all shards of the row into [R]. Gradients flow back only to
-        this rank's own values."""
-        if self.shard.group is None or self.padding:
-            return logp, reference
-        values = torch.stack([logp.detach()] if reference is None else [logp.detach(), reference])
-        values = self.shard.gather(values, self.own_R, len(self.logp_old_R))
-        before, after = values[0, : self.own_R.start], values[0, self.own_R.stop :]
-        return torch.cat([before, logp, after]), None if reference is None else values[1]
-
-
-class PolicyOutput(NamedTuple):
-    """The float32 results of a forward pass over this rank's shard of a row."""
-
-    logp: Tensor
-    """[r], log-probability of each sampled token among the ids in its sampling mask."""
-    entropy: Tensor
-    """[r], entropy of that distribution, without gradient."""
-    log_mass: Tensor
-    """[M], log mass of the masks of the probes. M = 0 without gradients or masks."""
-    indexer_loss: Tensor
-    """[], loss of the indexers, summed over layers and tokens."""
-    held: Tensor
-    """[2], attention within the indexers' top k (`SparsePass.held`), over all layers."""
-
-
-class PolicyNetwork(nn.Module):
-    """A causal language model that computes log-probabilities of sampled tokens without
-    materializing the full logits."""
-
-    learning_indexers: int = 0
-    """Number of layers with a sparse-attention indexer that is being trained."""
-    replays_selections: bool = True
-    """True if sparse attention replays the token selections recorded by the engines, if any."""
-
-    def __init__(self, model: PreTrainedModel, config: Config) -> None:
-        super().__init__()
-        attention = config.trainer.attention
-        fix_long_rope(model, config.max_context)
-        found_indexers = indexers(model)
-        if found_indexers:
-            learning = config.trainer.indexer_loss > 0 and attention != "dense"
-            model.requires_grad_(attention != "warm-up")
-            for indexer in found_indexers:
-                indexer.requires_grad_(learning)
-            self.learning_indexers = len(found_indexers) if learning else 0
-        use_sparse_attention(model)
-        self._sparse, self._dense = bool(found_indexers), attention != "sparse"
-        use_packed_attention(model)
-        if config.model.batch_invariant:
-            use_invariant_layers(model)
-        else:
-            use_fused_layers(model)
-        if config.model.wide_residual:
-            use_float32_residual(model)
-        install_support_head(model)
-        disable_dropout(model)
-        self.model = model
-        self.config = model.config  # DeepSpeed reads it
-        self.temperature = config.rollout.sampling.temperature
-        self._learns_mass = config.algorithm.kept_mass_coef > 0
-
-    def recompute(self, *, keep_attention: bool) -> None:
-        """Turn on activation checkpointing. With `keep_attention`, attention outputs are kept
-        rather than recomputed."""
-        options = {"context_fn": attention_kept} if keep_attention else {}
-        self.model.gradient_checkpointing_enable({"use_reentrant": False, **options})
-
-    def forward(self, *, inputs: Inputs) -> PolicyOutput:
-        learning = self.learning_indexers > 0 and torch.is_grad_enabled()
-        warming = self._dense and self.learning_indexers > 0  # measured without gradient, too
-        sparse = SparsePass(dense=self._dense, loss=learning or warming)
-        if self._sparse and self.replays_selections and inputs.selected_NLb is not None:
-            sparse.recorded_LNb = recorded_selection(
-                self.model, inputs.selected_NLb, inputs.position_N
-            )
-        options = {"sparse": sparse} if self._sparse else {}
-        hidden = self.model.get_decoder()(
-            input_ids=inputs.token_ids,
-            position_ids=inputs.positions,
-            use_cache=False,
-            segments=inputs.segments,
-            **options,
-        ).last_hidden_state
-        head = self.model.get_output_embeddings()
-        assert isinstance(head, SupportHead)
-        logp, entropy = inputs.head.logprobs(hidden, head, temperature=self.temperature)
-        log_mass = logp.new_zeros(0)
-        if inputs.truncated and torch.is_grad_enabled():
-            with torch.set_grad_enabled(self._learns_mass):
-                log_mass = inputs.head.kept_mass(hidden, head, logp, temperature=self.temperature)
-        indexer_loss = sparse.loss_sum() if sparse.losses else hidden.new_zeros(())
-        none = hidden.new_zeros(2, dtype=torch.float32)
-        held = torch.stack(sparse.held).sum(0) if sparse.held else none
-        return PolicyOutput(logp, entropy, log_mass, indexer_loss, held)
-
-    def keep_routing(
-        self, inputs: Inputs, *, enabled: bool = True
-    ) -> AbstractContextManager[Replay | None]:
-        """Return a context in which each token is routed to the experts recorded by the engine.
-        Without recorded tokens, as in conversations to learn from, or if not `enabled`, the routers
-        choose the experts."""
-        if not enabled or inputs.loss != "grpo":
-            return nullcontext()
-        routes = inputs.routes_NLK
-        if inputs.padding:
-            # Replays nothing, but keeps the order of modules that ZeRO-3 needs equal on all ranks.
-            routers = router_modules(self.model)
-            top_k = getattr(routers[0], "top_k", 0)
-            routes = torch.full((inputs.token_ids.shape[1], len(routers), top_k), NO_ROUTE)
-        if routes is None:
-            raise ValueError(
-                "algorithm.keep_routing is on and the model has routers, but a micro-batch has no "
-                "recorded routes"
-            )
-        return replay_routes(self.model, routes, by_token=inputs.watched)
 
 
 class _Reference(NamedTuple):
