@@ -180,7 +180,7 @@ def launch(
             judge.check_reachable()
         config, seats = _start_cluster(stack, config, models, say, gpu=task.gpu, layouts=layouts)
         task = replace(task, config=config)
-        nodes = {seat.node.id for seat in seats.placement.seats} if seats else set[str]()
+        nodes = seats.placement.required_nodes if seats else set[str]()
         watchdog = stack.enter_context(start_watchdog(say, config.run.hang_timeout_s, nodes))
         if config.rewards.judge.serve:
             servers: list[JudgeServer] = []

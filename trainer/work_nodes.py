@@ -46,7 +46,6 @@ from keel.rl.types import Prompt, Verdict
 from keel.rollout.pool import as_future
 from keel.rollout.spec import EngineError
 from keel.trainer.placement.ray_internals import own_processes
-from keel.trainer.run.restarts import WorkerLost
 
 if TYPE_CHECKING:
     from keel.trainer.build_agents import Factory
@@ -59,7 +58,7 @@ _SILENT_S = 30.0
 _AGAIN_S = 60.0
 """Seconds to wait after losing a node before restarting its actor."""
 _MAX_LOSSES = 3
-"""Maximum number of times that completions are verified again because a node was lost."""
+"""Number of lost nodes after which completions are verified on the driver's node."""
 _CLOSE_S = 5.0
 _Load = Literal["jobs", "episodes"]
 
@@ -170,8 +169,12 @@ class _Node:
     actor: Any = None
     """The node's `_NodeWorker`, or None on the driver's node."""
     ready: bool = False
-    opens: bool = False
-    """True if the node has opened an environment successfully."""
+    opened: set[str] = field(default_factory=set[str])
+    """Sources of which the node has opened an environment successfully."""
+    refusals: Counter[str] = field(default_factory=Counter[str])
+    """How often the node was given up for each source, because it could not open an environment."""
+    not_before: dict[str, float] = field(default_factory=dict[str, float])
+    """The time from which each of these sources may be tried again."""
     silent_s: float = 0.0
     request: Future[str] = field(default_factory=Future[str])
     """The call of `start` or `answer` that has not been answered yet."""
@@ -242,7 +245,7 @@ class WorkNodes(WorkerPool):
         per worker. On the driver's own node, `local` creates it."""
         if self._thread is None:
             return local()
-        node = self._acquire("episodes")
+        node = self._acquire("episodes", source)
         inner = _RemoteEnvironment(self, node, next(self._numbers), source)
         return _CountedEnvironment(local() if node is self._here else inner, node.load, self._lock)
 
@@ -269,9 +272,25 @@ class WorkNodes(WorkerPool):
         if not self._stopping.is_set():
             self.say(f"node {node.host} does not run rewards and environments: {reason}")
 
-    def _acquire(self, kind: _Load) -> _Node:
+    def refuse(self, node: _Node, source: str, reason: str) -> None:
+        """Open no environments of a source on a node that failed to open its first one, for a pause
+        that doubles each time. Without it, such a node would be idle and attract all episodes."""
+        now = time.monotonic()
         with self._lock:
-            nodes = [*self.others, self._here]  # an idle driver would do everything
+            if now < node.not_before.get(source, 0.0):  # another episode of the same time
+                return
+            node.not_before[source] = now + _AGAIN_S * 2 ** node.refusals[source]
+            node.refusals[source] += 1
+            first = node.refusals[source] == 1
+        if first and not self._stopping.is_set():
+            self.say(f"node {node.host} does not open environments of source {source}: {reason}")
+
+    def _acquire(self, kind: _Load, source: str = "", *, here: bool = False) -> _Node:
+        now = time.monotonic()
+        with self._lock:
+            others = [node for node in self.others if node.not_before.get(source, 0.0) <= now]
+            # An idle driver would do everything.
+            nodes = [self._here] if here else [*others, self._here]
             node = min(nodes, key=lambda node: (node.load[kind] + 1) / node.workers)
             node.load[kind] += 1
             return node
@@ -283,7 +302,7 @@ class WorkNodes(WorkerPool):
         completions: Sequence[str],
         losses: int,
     ) -> None:
-        node = self._acquire("jobs")
+        node = self._acquire("jobs", here=losses >= _MAX_LOSSES)
         try:
             if node is self._here:
                 job = super().submit(spec, completions)
@@ -304,10 +323,7 @@ class WorkNodes(WorkerPool):
         def again(error: RuntimeError) -> None:
             # Without an EngineError, a library that reward workers need is missing there.
             self.lose(node, str(error), _AGAIN_S if isinstance(error, EngineError) else math.inf)
-            if losses < _MAX_LOSSES:
-                self._share_out(result, spec, completions, losses + 1)
-            else:
-                result.set_exception(WorkerLost(f"reward node {node.host} is lost: {error}"))
+            self._share_out(result, spec, completions, losses + 1)
 
         job.add_done_callback(done)
 
@@ -380,7 +396,8 @@ class WorkNodes(WorkerPool):
         try:
             refusal = node.request.result()
         except Exception as error:  # one node's error must not keep the others from being checked
-            self.lose(node, f"{type(error).__name__}: {error}")
+            pause_s = _AGAIN_S if isinstance(error, EngineError) else math.inf
+            self.lose(node, f"{type(error).__name__}: {error}", pause_s)
             return
         if refusal:
             self.lose(node, refusal, math.inf)
@@ -401,11 +418,11 @@ class _RemoteEnvironment:
         except NodeLost:
             raise
         except EnvironmentLost as error:
-            if error.fault != "start" or self._node.opens:
+            if self._source in self._node.opened:
                 raise
-            await asyncio.to_thread(self._nodes.lose, self._node, str(error), math.inf)
-            raise NodeLost("start", "open", error.detail) from error
-        self._node.opens = True
+            self._nodes.refuse(self._node, self._source, str(error))
+            raise NodeLost(error.fault, "open", error.detail, error.output) from error
+        self._node.opened.add(self._source)
         return opening
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pickle
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,12 +29,14 @@ from keel.configs.schema import (
 from keel.model.ray_timeouts import NAME
 from keel.rewards.custom import pickle_functions
 from keel.rewards.scorer import Scorer
+from keel.rl.futures import failed
 from keel.rl.turns import ToolCall
 from keel.rl.types import Group, Prompt
+from keel.rollout.spec import EngineError
 from keel.trainer.build_agents import episode_runner
 from keel.trainer.placement.nodes import QUOTED_PYTHON
 from keel.trainer.placement.ray_internals import skip_unused_processes
-from keel.trainer.work_nodes import WorkNodes, _NodeWorker
+from keel.trainer.work_nodes import WorkNodes, _Node, _NodeWorker
 from tests.agents.scripted import CHAT, Policy
 from tests.rewards.groups import PROMPT, score, with_message
 from tests.trainer.naps import SECONDS, nap
@@ -218,6 +221,74 @@ def test_silent_node_is_given_up(
         results = [nodes.submit(PROMPT.reward, ["3"]) for _ in range(30)]
         assert all(result.result(PATIENCE_S)[0].score == 1.0 for result in results)
         assert silent not in nodes.others
+    finally:
+        nodes.close()
+
+
+BROKEN = """
+import os
+class Adder:
+    def opening(self, task, seed):
+        if os.environ.get("ON_NODE"): raise FileNotFoundError("/data/wiki.db")
+        if "bad" in str(task): return 5
+        return "Add."
+    def add(self, a: int, b: int) -> int: return a + b
+    def verdict(self, messages): return 1.0
+"""
+
+
+def test_failing_open_pauses_one_source_of_the_node(
+    cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that fails at once would otherwise be idle, and attract all episodes."""
+    recipe, said = config(folder), list[str]()
+    (folder / "broken.py").write_text(BROKEN)
+    maker = replace(recipe.data.sources[1].environment, target="broken:Adder")
+    other = replace(recipe.data.sources[1], name="broken", environment=maker)
+    recipe = replace(recipe, data=replace(recipe.data, sources=(*recipe.data.sources, other)))
+    policy = Policy(lambda *_: "42")
+
+    def task(source: str, text: str = "?") -> Prompt:
+        return Prompt(
+            prompt_id="a0",
+            domain=source,
+            messages=({"role": "user", "content": text},),
+            environment=source,
+            reward={"kind": "environment"},
+        )
+
+    nodes = WorkNodes(recipe, say=said.append, log=None, runs_code=False)
+    nodes.start()
+    try:
+        wait_for(lambda: len(nodes.others) == 1, "a node")
+        (node,) = nodes.others
+        with episode_runner(recipe, CHAT, policy.submit, nodes.environment) as runner:
+
+            def play(prompt: Prompt) -> Group:
+                return runner.submit(prompt, group_size=8, purpose="train").result(PATIENCE_S)
+
+            assert len(play(task("broken", "bad")).dropped) == 8
+            assert nodes.others == [node] and len(said) == 2 and "source broken" in said[1]
+            node.not_before.clear()
+            assert len(play(task("broken")).trajectories) == 8
+            assert "broken" in node.opened and len(said) == 2
+            assert len(play(task("adder")).trajectories) == 8
+    finally:
+        nodes.close()
+
+
+def test_work_ends_on_the_driver_after_several_losses(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = WorkNodes(config(folder), say=lambda _: None, log=None, runs_code=False)
+    lost = [_Node(id=str(number), host="host", workers=99, ready=True) for number in range(9)]
+    monkeypatch.setattr("keel.model.ray_timeouts.kill", lambda _: None)
+    monkeypatch.setattr(_Node, "call", lambda *_, **__: failed(EngineError("its node is gone")))
+    nodes._nodes, nodes._thread = {node.id: node for node in lost}, threading.Thread()
+    nodes._thread.start()
+    try:
+        assert nodes.submit(PROMPT.reward, ["3"]).result(PATIENCE_S)[0].score == 1.0
+        assert len(nodes.others) == 6 and nodes._here.load["jobs"] == 0
     finally:
         nodes.close()
 

@@ -236,6 +236,14 @@ class Placement:
         unique = {id(node): node for node in nodes}
         return [(node, sum(other is node for other in nodes)) for node in unique.values()]
 
+    @property
+    def required_nodes(self) -> set[str]:
+        """Ids of the nodes that a run cannot continue without. A node with judge servers alone is
+        not required if another node has judge servers, too."""
+        judging = {seat.node.id for seat in self.seats if seat.kind == JUDGE}
+        others = {seat.node.id for seat in self.seats if seat.kind != JUDGE}
+        return others if len(judging) > 1 else others | judging
+
     def owner(self, kind: str, index: int) -> Seat:
         """Return the seat that holds an actor's GPUs. For an engine on several nodes, this is its
         first seat. Shared GPUs belong to the rank's seat."""

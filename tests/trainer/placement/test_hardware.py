@@ -142,6 +142,10 @@ def test_each_server_of_the_judge_gets_its_gpus() -> None:
     recipe = replace(sized(engines=1, ranks=1), rewards=RewardsConfig(judge=judge))
     placement = place(recipe, empty_nodes(4, 4))
     assert (homes(placement, JUDGE), placement.gpus) == (["n0", "n0", "n1"], 8)
+    assert placement.required_nodes == {"id1"}, "other judge servers are there"
+    alone = replace(judge, server=JudgeServerConfig(tensor_parallel=4))
+    recipe_alone = replace(recipe, rewards=RewardsConfig(judge=alone))
+    assert place(recipe_alone, empty_nodes(4, 4)).required_nodes == {"id0", "id1"}
     with pytest.raises(ConfigError, match=r"3 judge\(s\) of 2.*server.replicas"):
         place(recipe, empty_nodes(4, 3))
 
