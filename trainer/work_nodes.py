@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -128,7 +129,10 @@ class _NodeWorker:
         self, spec: Mapping[str, Any], completions: Sequence[str]
     ) -> list[VerifierScore]:
         assert self._pool is not None
-        return await asyncio.wrap_future(self._pool.submit(spec, completions))
+        scores = await asyncio.wrap_future(self._pool.submit(spec, completions))
+        # Its files or libraries may be the reason.
+        where = f" on node {socket.gethostname()}"
+        return [replace(score, at=score.at + where) if score.at else score for score in scores]
 
     async def open(self, number: int, source: str, task: Prompt, seed: int) -> Any:
         """Open an episode's environment. `EnvironmentLost` errors are returned rather than

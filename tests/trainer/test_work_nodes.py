@@ -3,6 +3,8 @@
 import asyncio
 import os
 import pickle
+import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -27,7 +29,8 @@ from keel.configs.schema import (
     TinyModelConfig,
 )
 from keel.model.ray_timeouts import NAME
-from keel.rewards.custom import pickle_functions
+from keel.rewards.custom import TextTrajectory, pickle_functions, prompt_fields
+from keel.rewards.pool import VerifierScore
 from keel.rewards.scorer import Scorer
 from keel.rl.futures import failed
 from keel.rl.turns import ToolCall
@@ -223,6 +226,31 @@ def test_silent_node_is_given_up(
         assert silent not in nodes.others
     finally:
         nodes.close()
+
+
+def fails(prompt: Any, trajectory: Any) -> float:
+    raise FileNotFoundError("/data/answers.json")
+
+
+def test_errors_name_the_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    spec = {"kind": "function", "name": f"python.{fails.__name__}", "prompt": prompt_fields(PROMPT)}
+    (text,) = (
+        TextTrajectory(messages=one.messages, finish_reason="stop", sampled_tokens=1).dumps()
+        for one in groups(1)[0].trajectories[:1]
+    )
+
+    async def verify() -> list[VerifierScore]:
+        node = _NodeWorker()
+        assert not await node.start(config(folder), 1, str(folder), {}, None, False)
+        scores = await node.verify(spec, [text])
+        await node.end()
+        return scores
+
+    with pickle_functions([fails]):
+        (result,) = asyncio.run(verify())
+    assert "answers.json" in result.error
+    assert re.search(rf"test_work_nodes.py:\d+ in fails on node {socket.gethostname()}$", result.at)
 
 
 BROKEN = """
