@@ -60,10 +60,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 TOGETHER = (
-    re.compile(r"tests/trainer/engine/test_(engine|windows|expert_parallel)"),
+    re.compile(r"tests/trainer/engine/test_(engine|windows|expert_parallel|hpz)"),
     re.compile(
-        r"tests/(rollout/(engine/test_(head_dtype|engine_args)|recording/test_(v1|interleavings))"
-        r"|weights/test_updates)"
+        r"tests/(rollout/(engine/test_(head_dtype|engine_args|vllm_engine)"
+        r"|recording/test_(v1|hybrid)|vllm_fast)|weights/test_updates)"
     ),
 )
 """Files that fork from one preloaded server (tests/forked.py), each group in one process."""

@@ -319,6 +319,25 @@ class RemoteEngine:
         return self.interrupt(items, version, buckets, cut)
 
 
+CPU_ENVIRONMENT = env_vars(RolloutConfig(), gpu=False)
+
+
+@contextmanager
+def vllm_process(
+    environment: Mapping[str, str] = CPU_ENVIRONMENT, *, forked: bool = True
+) -> Iterator[ProcessPoolExecutor]:
+    """Start a process with these environment variables, forked from one that has loaded vLLM."""
+    saved = dict(os.environ)
+    os.environ.update(environment)  # torch and vLLM read it on import
+    context = forked_from("tests.rollout.preloaded") if forked else get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
+        started = process.submit(os.getpid)
+        os.environ.clear()
+        os.environ.update(saved)
+        started.result(timeout=DEADLINE_S)
+        yield process
+
+
 @contextmanager
 def running_engine(
     spec: EngineSpec,
@@ -332,16 +351,9 @@ def running_engine(
     """Run an engine in a separate process. `blocks` is the size of the KV cache on a GPU.
     `variables` are added to the environment. If `kind` is "fast", the V1 recorder runs with the
     packed recorder's scheduler. `amx` overrides vLLM's AMX detection."""
-    saved = dict(os.environ)
-    # torch and vLLM read these on import.
     environment = env_vars(spec.config, gpu=gpu) | dict(variables or {})
-    os.environ.update(environment)
     # Forking from a process with the imports saves seconds for each engine.
-    forked = not (gpu or variables)
-    context = forked_from("tests.rollout.preloaded") if forked else get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
+    with vllm_process(environment, forked=not (gpu or variables)) as process:
         started = process.submit(_start, spec, blocks, kind, amx, environment)
-        os.environ.clear()
-        os.environ.update(saved)
         started.result(timeout=DEADLINE_S)
         yield RemoteEngine(process, spec.config.time_share or not gpu)

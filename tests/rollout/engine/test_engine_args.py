@@ -1,6 +1,5 @@
 """vLLM's arguments for engines on GPUs."""
 
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +9,9 @@ import pytest
 from transformers import AutoConfig
 
 from keel.model.load import LOAD_FORMAT
-from keel.rollout.spec import EngineSpec, env_vars
-from tests.forked import forked_from
+from keel.rollout.spec import EngineSpec
 from tests.model.quantised import set_block
-from tests.rollout.remote_engine import DEADLINE_S, engine_spec
+from tests.rollout.remote_engine import DEADLINE_S, engine_spec, vllm_process
 from tests.rollout.tiny_model import make_model
 
 pytestmark = pytest.mark.e2e
@@ -60,12 +58,9 @@ def _quantized(args: Any) -> list[str]:
     return [name for name in LAYERS if config.resolve_quant_method_cls(LinearBase, name)]
 
 
-def test_quantization_and_whole_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantization_and_whole_experts(tmp_path: Path) -> None:
     make_model(tmp_path)
-    for name, value in env_vars(engine_spec(tmp_path).config, gpu=False).items():
-        monkeypatch.setenv(name, value)  # the server of other engines may start here
-    context = forked_from("tests.rollout.preloaded")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
+    with vllm_process() as process:
 
         def make(capability: int = 90, *, cutlass: bool = True, **rollout: Any) -> Any:
             spec = engine_spec(tmp_path, **rollout)

@@ -1,7 +1,6 @@
 """Cuts of jobs after their deadlines, and calls to workers that have died, with a stub of vLLM."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +10,8 @@ from keel.configs.schema import SamplingConfig
 from keel.rollout.engine.vllm_engine import Job, Result
 from keel.rollout.recording.base import RecordingOptions
 from keel.rollout.spec import EngineError
-from tests.forked import forked_from
 from tests.rl.rollouts import prompt
-from tests.rollout.remote_engine import DEADLINE_S
+from tests.rollout.remote_engine import DEADLINE_S, vllm_process
 
 pytestmark = pytest.mark.e2e
 
@@ -21,8 +19,7 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture(scope="module")
 def run() -> Iterator[Callable[..., Any]]:
     """Calls a function in a process that has vLLM loaded."""
-    context = forked_from("tests.rollout.preloaded")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
+    with vllm_process() as process:
         yield lambda call, *args: process.submit(call, *args).result(timeout=DEADLINE_S)
 
 

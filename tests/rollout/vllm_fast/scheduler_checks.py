@@ -4,7 +4,7 @@ recordings. This module imports vLLM."""
 
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,6 +129,7 @@ class Runner:
         )
 
 
+@cache
 def make_config(folder: Path) -> Any:
     make_model(folder)
     args = EngineArgs(

@@ -1,21 +1,32 @@
 """Runs `scheduler_checks.py`, which imports vLLM."""
 
-from importlib import import_module
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.rollout.remote_engine import DEADLINE_S, vllm_process
 
 pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def checks() -> Any:
-    return import_module("tests.rollout.vllm_fast.scheduler_checks")
+def process() -> Iterator[ProcessPoolExecutor]:
+    with vllm_process() as process:
+        yield process
 
 
 @pytest.fixture(scope="module")
-def config(checks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return checks.make_config(tmp_path_factory.mktemp("model"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+def run_check(folder: Path, check: str, arguments: tuple[Any, ...]) -> None:
+    from tests.rollout.vllm_fast import scheduler_checks  # noqa: PLC0415  (keeps vLLM out of pytest)
+
+    getattr(scheduler_checks, check)(scheduler_checks.make_config(folder), *arguments)
 
 
 @pytest.mark.parametrize(
@@ -33,5 +44,7 @@ def config(checks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("non_finite_completions_skip_route_checks", ()),
     ],
 )
-def test_scheduler(checks: Any, config: Any, check: str, arguments: tuple[Any, ...]) -> None:
-    getattr(checks, check)(config, *arguments)
+def test_scheduler(
+    process: ProcessPoolExecutor, folder: Path, check: str, arguments: tuple[Any, ...]
+) -> None:
+    process.submit(run_check, folder, check, arguments).result(timeout=DEADLINE_S)
