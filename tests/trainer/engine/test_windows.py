@@ -199,8 +199,8 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
 
 
 FAMILY = "qwen3_moe"
-EXPERTS = f"{FAMILY}, compiled, stage 2, offloaded, asleep"
-SPARSE = "sparse, compiled, stage 1 sequence recomputed"
+EXPERTS = f"{FAMILY}, compiled, stage 2, sequence, offloaded, asleep"
+SPARSE = "sparse, compiled, recomputed"
 COMPILED: Mapping[int, Mapping[str, Scenario]] = {
     1: {
         "compiled": scenarios.training(0, tokens=TIGHT, compile=True, agents=True),
@@ -208,11 +208,11 @@ COMPILED: Mapping[int, Mapping[str, Scenario]] = {
         "prompted, compiled": prompted(0, kl_coef=0.1, compile=True),
         FAMILY: experts.training(0),
         "sparse": scenarios.training(0, model="sparse"),
+        SPARSE: scenarios.training(0, model="sparse", activation_checkpointing=True, compile=True),
     },
     2: {
-        EXPERTS: experts.training(2, offload_optimizer=True, compile=True, sleep=True),
-        SPARSE: scenarios.training(
-            1, model="sparse", sequence_parallel=2, activation_checkpointing=True, compile=True
+        EXPERTS: experts.training(
+            2, compile=True, sequence_parallel=2, offload_optimizer=True, sleep=True
         ),
     },
 }
