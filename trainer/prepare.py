@@ -242,10 +242,10 @@ def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelF
             teacher = trainable_facts(path, load_model_config(path))
         except ConfigError as error:
             raise ConfigError(f"{knob} cannot be used: {error}") from error
-        if teacher.vocab_size != facts.vocab_size:
+        if teacher.vocab_size < facts.vocab_size:
             raise ConfigError(
                 f"{knob} has a vocabulary of {teacher.vocab_size} ids, the model "
-                f"{facts.vocab_size}. A teacher must score the student's tokens"
+                f"{facts.vocab_size}. A teacher must score all of the student's tokens"
             )
         check_same_family(path, tokenizer, knob)
         count += teacher.parameters

@@ -123,7 +123,8 @@ class SourceConfig(Section, path="data.sources[{self.name}]"):
     """β, the KL coefficient of this domain. 0 is usual for mathematics."""
     teacher: str = ""
     """Model folder or hub name of a teacher for this domain, which replaces the initial model in
-    the KL term (docs/distillation.md). It must have the model's tokenizer and vocabulary."""
+    the KL term (docs/distillation.md). It must have the model's tokenizer, and at least as large a
+    vocabulary, since models of a family are padded differently."""
     thinking: bool = True
     """Let the policy reason before it answers."""
     system: str = ""

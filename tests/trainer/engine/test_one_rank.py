@@ -14,6 +14,7 @@ import torch
 from deepspeed.runtime.fp16 import loss_scaler
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from keel.configs.schema import Config, DataConfig, LoraConfig, SourceConfig
 from keel.model.layers import flash4
@@ -124,6 +125,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "untied")
     write_model(folder / "dense", "dense")
     write_model(folder / "teacher", "dense", seed=7)
+    student = AutoModelForCausalLM.from_pretrained(folder / "dense")
+    student.resize_token_embeddings(student.config.vocab_size + 7)
+    student.save_pretrained(folder / "padded")
     return folder
 
 
@@ -225,7 +229,6 @@ def logits(model: Any) -> Tensor:
 
 def test_exported_models_compute_what_peft_computes(trained: tuple[Path, Any]) -> None:
     from peft import PeftModel  # noqa: PLC0415
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     model, _ = trained
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -291,9 +294,10 @@ def kl_of(ranks: Ranks, teachers: dict[str, str], domains: str) -> float:
 
 
 def compared(ranks: Ranks) -> dict[str, float]:
-    teachers = {"a": str(ranks.folder / "teacher"), "b": str(ranks.folder / "dense"), "c": ""}
+    names = {"a": "teacher", "b": "dense", "d": "padded"}
+    teachers = {domain: str(ranks.folder / name) for domain, name in names.items()} | {"c": ""}
     return {
-        **{domains: kl_of(ranks, teachers, domains) for domains in ("a", "b", "c", "abc")},
+        **{domains: kl_of(ranks, teachers, domains) for domains in ("a", "b", "c", "d", "abc")},
         "alone": kl_of(ranks, {"a": teachers["a"]}, "a"),
     }
 
@@ -302,6 +306,7 @@ def test_each_domain_is_compared_with_its_teacher(results: dict[str, Any]) -> No
     kl = results["compared"]
     assert kl["a"] == kl["alone"] > 1e-3
     assert kl["b"] == kl["c"] == 0.0, "the student itself, as a teacher and as the initial model"
+    assert 0 < kl["d"] < kl["a"], (kl, "only unmasked tokens see rows beyond the student's ids")
     assert 0 < kl["abc"] < kl["a"]
 
 
