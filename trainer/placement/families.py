@@ -1,6 +1,9 @@
 """Check that Keel supports a recipe for the model's architecture. Each check raises ConfigError if
 it fails."""
 
+from importlib.metadata import version
+from importlib.util import find_spec
+
 from keel.configs.schema import Config, ConfigError, TrainerConfig
 from keel.configs.sections.model import TINY_MODEL
 from keel.model.load import ModelFacts
@@ -94,6 +97,11 @@ def check_engine(config: Config, facts: ModelFacts, *, gpu: bool, fp8: bool = Tr
         raise ConfigError(
             f"{knob}: the head size is {facts.head_size} (head_dim), and on a CPU vLLM supports "
             f"only {', '.join(map(str, _CPU_HEADS))}. Change it, or use a machine with a GPU"
+        )
+    if not gpu and facts.architecture.startswith("Qwen3_5") and find_spec("torchvision") is None:
+        raise ConfigError(
+            f"{knob}: vLLM's {facts.architecture} needs torchvision, in the version for PyTorch "
+            f"{version('torch')}. Install it, or use a machine with a GPU"
         )
 
 

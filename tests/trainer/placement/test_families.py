@@ -27,6 +27,7 @@ from keel.model.hub import check_config
 from keel.model.load import ModelFacts, _check_causal, facts_of
 from keel.model.routing import is_moe
 from keel.model.trainable import _check_trainable
+from keel.trainer.placement import families
 from keel.trainer.placement.families import (
     _CPU_HEADS,
     _EXPERT_PARALLEL,
@@ -125,6 +126,14 @@ CASES: list[tuple[Callable[..., None], Config, dict[str, Any], dict[str, Any]]] 
     (_in_trainer, parallel(sequence_parallel=2), EXPERTS, {"architecture": LINEAR_NAME}),
     (_in_trainer, parallel(sequence_parallel=4), INDEXED, {"index_top_k": 0}),
 ]
+
+
+def test_qwen3_5_needs_torchvision_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "find_spec", lambda _: None)
+    facts = replace(DENSE, **HEADS, architecture="Qwen3_5ForCausalLM")
+    check_engine(PLAIN, facts, gpu=True)
+    with pytest.raises(ConfigError, match="needs torchvision, in the version for PyTorch"):
+        check_engine(PLAIN, facts, gpu=False)
 
 
 @pytest.mark.parametrize("hardware", [{"gpu": False}, {"gpu": True, "fp8": False}])
