@@ -236,7 +236,9 @@ def _on_policy(config: DistillConfig, base: Sequence[str]) -> tuple[Config, froz
         if source.name in teachers
     )
     run = replace(recipe.run, dir=str(root / "distilled"))
-    return replace(recipe, run=run, data=replace(recipe.data, sources=sources)), auto
+    algorithm = replace(recipe.algorithm, filter_groups="none")  # equal rewards teach, too
+    data = replace(recipe.data, sources=sources)
+    return replace(recipe, run=run, algorithm=algorithm, data=data), auto
 
 
 def _check_waiting(stages: Sequence[_Stage], lessons: Config) -> None:

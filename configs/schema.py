@@ -103,6 +103,7 @@ class Config(Section):
             self._check_tiny()
         for source in self.data.sources:
             self._check_budget(source)
+            self._check_filter(source)
         if self.with_agents:
             self._check_agents()
 
@@ -187,6 +188,13 @@ class Config(Section):
             fits = agents.context != "summary" or agents.summary_tokens < budget.window // 2
             rule = f"must be more than twice agents.summary_tokens = {agents.summary_tokens}"
             source.require(fits, "budget.window", rule)
+
+    def _check_filter(self, source: SourceConfig) -> None:
+        length = source.length
+        rewarded = any((*source.rewards.values(), length.linear, length.overlong))
+        ok = rewarded or not self.data.weight_of(source) or self.algorithm.filter_groups != "reward"
+        rule = f"must be none: {source.full_path()} has no rewards, so all its groups would go"
+        self.require(ok, "algorithm.filter_groups", rule)
 
     def _check_agents(self) -> None:
         sampling, agents = self.rollout.sampling, self.agents

@@ -158,7 +158,8 @@ def test_links_run_in_order_and_resume(tmp_path: Path, status: int) -> None:
 
 def test_specialists_teach_on_policy(tmp_path: Path) -> None:
     keel = Keel()
-    options = {"method": "on_policy", "on_policy_overrides": ("run.steps=7",)}
+    knobs = ("run.steps=7", "algorithm.filter_groups=reward")
+    options = {"method": "on_policy", "on_policy_overrides": knobs}
     assert distill(recipe(tmp_path, **options), keel) == 0
     assert [command for command, _ in keel.ran] == ["train", "eval"] * 4
     lessons = load_config(tmp_path / "lessons.yaml")
@@ -167,6 +168,7 @@ def test_specialists_teach_on_policy(tmp_path: Path) -> None:
     root = tmp_path / "specialists"
     assert teachers == {"spelling": root / "speller" / "model", "spiral": root / "walker" / "model"}
     assert all(s.kl_coef == 1 and not any(s.rewards.values()) for s in lessons.data.sources)
+    assert lessons.algorithm.filter_groups == "none"
 
 
 def test_invalid_links_are_refused_before_any_run(tmp_path: Path) -> None:

@@ -184,6 +184,13 @@ def test_lora_has_no_second_copy_of_parameters() -> None:
         config(model=adapters, trainer=TrainerConfig(**SECOND_COPY))
 
 
+def test_filter_by_reward_needs_rewards() -> None:
+    taught = replace(SUMS, rewards={"correct": 0.0}, kl_coef=1.0, teacher="a/teacher")
+    config(taught, algorithm=AlgorithmConfig(filter_groups="correct"))
+    with pytest.raises(ConfigError, match=r"^algorithm\.filter_groups = 'reward': must be none"):
+        config(taught, algorithm=AlgorithmConfig(filter_groups="reward"))
+
+
 def test_batch_invariance_refuses_other_orders() -> None:
     invariant = config(model=ModelConfig(path="a/model", batch_invariant=True))
     for section, knob, options in (
