@@ -8,6 +8,9 @@ from typing import Literal
 
 from keel.configs.sections.base import Section, knob, require, require_unique
 
+_FIXED = re.compile(r"^data\.sources\[.*\]\.(kl_coef|length|rewards|teacher)\b")
+"""Knobs that on-policy distillation sets itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecialistConfig(Section, path="specialists[{self.name}]"):
@@ -92,3 +95,10 @@ class DistillConfig(Section):
         require(bool(names), "specialists", names, "must have at least one entry")
         require_unique("specialists", names)
         require_unique("specialists", [name for each in self.specialists for name in each.sources])
+        rule = (
+            "is fixed by method: on_policy. To mix rewards with a teacher, name the teacher in the "
+            "source of a `keel train` recipe"
+        )
+        for override in self.on_policy_overrides:
+            fixed = _FIXED.search(override.partition("=")[0])
+            require(not fixed, "on_policy_overrides", override, rule)

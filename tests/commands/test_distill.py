@@ -169,6 +169,8 @@ def test_specialists_teach_on_policy(tmp_path: Path) -> None:
     assert teachers == {"spelling": root / "speller" / "model", "spiral": root / "walker" / "model"}
     assert all(s.kl_coef == 1 and not any(s.rewards.values()) for s in lessons.data.sources)
     assert lessons.algorithm.filter_groups == "none"
+    with pytest.raises(ConfigError, match=r"kl_coef=0\.5.*is fixed by method: on_policy"):
+        recipe(tmp_path, on_policy_overrides=("data.sources[spelling].kl_coef=0.5",))
 
 
 def test_invalid_links_are_refused_before_any_run(tmp_path: Path) -> None:
