@@ -487,9 +487,12 @@ def _check_causal(config: PreTrainedConfig, path: str) -> None:
     names = config.architectures or []
     causal = not names or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
     if type(config.get_text_config()) not in MODEL_FOR_CAUSAL_LM_MAPPING or not causal:
+        cure = "Use one whose architecture ends in ForCausalLM"
+        if config.get_text_config().model_type in LINEAR_FAMILIES:
+            cure = "Save its text part, and use that folder (docs/models.md)"
         raise ConfigError(
             f"{path!r} is not a text-only causal language model (model_type {config.model_type!r}, "
-            f"architectures {names}). Use one whose architecture ends in ForCausalLM"
+            f"architectures {names}). {cure}"
         )
 
 

@@ -13,7 +13,7 @@ from urllib.error import URLError
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GemmaConfig, GPT2Config, Phi3Config, Qwen3MoeConfig
+from transformers import AutoConfig, GemmaConfig, GPT2Config, Phi3Config, Qwen3MoeConfig
 
 from keel.configs.schema import ConfigError, LoraConfig
 from keel.model import hub, load
@@ -109,6 +109,12 @@ def test_mismatched_weights_are_refused(
     save_file(tensors, whole, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=f"config.json .*{named}"):
         trainable_facts(str(tmp_path), load_model_config(str(tmp_path)))
+
+
+def test_text_part_of_a_hybrid_model_is_asked_for() -> None:
+    config = AutoConfig.for_model("qwen3_5", architectures=["Qwen3_5ForConditionalGeneration"])
+    with pytest.raises(ConfigError, match="Save its text part"):
+        load._check_causal(config, "Qwen/Qwen3.5-4B")
 
 
 def test_adapters_fit_the_model() -> None:
