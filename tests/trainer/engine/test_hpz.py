@@ -30,8 +30,7 @@ RANKS, OF_A_NODE = 4, 2
 HPZ = {"hpz_partition_size": OF_A_NODE}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "recomputed": {"activation_checkpointing": True},
-    "offloaded": {"offload_optimizer": True},
+    "recomputed, offloaded": {"activation_checkpointing": True, "offload_optimizer": True},
 }
 
 
