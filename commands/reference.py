@@ -351,10 +351,9 @@ def list_recipes(name: str = "") -> str:
     parts: list[str] = []
     for folder, title in _FOLDERS.items():
         files = sorted(RECIPES.glob(f"{folder}*.yaml"))
-        parts += [title, _rows({file.stem: _about(file) for file in files}), ""]
+        rows: dict[str, str] = {}
+        for file in files:
+            first_line, *_ = file.read_text(encoding="utf-8").splitlines()
+            rows[file.stem] = first_line.removeprefix("# ").rstrip(".")
+        parts += [title, _rows(rows), ""]
     return "\n".join([*parts, textwrap.fill(_FOOTER, _width())])
-
-
-def _about(recipe: Path) -> str:
-    first_line, *_ = recipe.read_text(encoding="utf-8").splitlines()
-    return first_line.removeprefix("# ").rstrip(".")

@@ -43,7 +43,15 @@ def _server_options(folder: Path, words: Sequence[str] = ()) -> dict[str, Any]:
     name, sampling, thinking = folder.resolve().name, dict[str, Any](), set[bool]()
     if (run / "config.yaml").exists():
         if not (path / "config.json").exists():
-            raise _missing_export(folder)
+            newest = checkpoint.latest(folder / "checkpoints")
+            if newest is None:
+                raise ConfigError(f"{folder}: this run has neither a model nor a checkpoint yet")
+            step = checkpoint.step_of(newest)
+            raise ConfigError(
+                f"{folder}: holds checkpoints, and no exported model. Run the command that trained "
+                f"it again with run.steps={step}: it exports step {step} to {folder / 'model'} and "
+                "ends"
+            )
         config, name = load_config(run / "config.yaml"), run.resolve().name
         sampling = {name: getattr(config.rollout.sampling, name) for name in _SAMPLING}
         thinking = {source.thinking for source in config.data.sources}
@@ -65,16 +73,6 @@ def _server_options(folder: Path, words: Sequence[str] = ()) -> dict[str, Any]:
     if len(thinking) == 1:  # otherwise the chat template decides
         options["default_chat_template_kwargs"] = dict.fromkeys(_THINKING_KEYS, thinking.pop())
     return {**options, **chosen}
-
-
-def _missing_export(folder: Path) -> ConfigError:
-    if newest := checkpoint.latest(folder / "checkpoints"):
-        step = checkpoint.step_of(newest)
-        return ConfigError(
-            f"{folder}: holds checkpoints, and no exported model. Run the command that trained it "
-            f"again with run.steps={step}: it exports step {step} to {folder / 'model'} and ends"
-        )
-    return ConfigError(f"{folder}: this run has neither a model nor a checkpoint yet")
 
 
 def _parse_options(words: Sequence[str]) -> dict[str, Any]:

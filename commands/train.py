@@ -40,6 +40,7 @@ from keel.trainer.sft import SftParts, fit
 _LOST = (WorkerLost, CollectiveTimeout, RayLost, RayError, Unanswered)
 """Errors after which the learner can no longer save a checkpoint."""
 
+_PREEMPTED = "{signal}: stopping after this step, with a checkpoint"
 _AfterStep = Callable[[int, Mapping[str, float]], bool]
 """Called with each recorded step and its metrics. If it returns True, the run saves a checkpoint
 and ends."""
@@ -175,9 +176,6 @@ def _dump_bad_batch(
         return
     replay = shlex.join(["keel", "replay", str(folder), str(step)])
     say(f"step {step}: its batch is saved as {path}; {replay} trains on it again")
-
-
-_PREEMPTED = "{signal}: stopping after this step, with a checkpoint"
 
 
 def sft(recipe: str, overrides: Sequence[str]) -> None:
