@@ -42,7 +42,7 @@ def system_of(task: Task, **parts: Any) -> Any:
         name: SimpleNamespace()
         for name in ("learner", "oom_recovery", "agents", "watchdog", "nodes")
     }
-    scorer = SimpleNamespace(tell=lambda say: None)
+    scorer = SimpleNamespace(report_to=lambda say: None)
     fakes = {
         "pool": SimpleNamespace(),
         "weights": SimpleNamespace(push=lambda _: None),
