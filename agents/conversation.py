@@ -47,29 +47,23 @@ class SegmentRecord:
         sampled from another context."""
         context, sampled = len(self.ids), len(result.token_ids_R)
         name = f"conversation {request.conversation}"
-        lengths = {
-            **_lengths(result),
-            "logp_old_R": len(result.logp_old_R),
-            "version_R": len(result.version_R),
-        }
         if len(request.token_ids_T) != context or request.routes_from != self.routed_tokens:
             raise ValueError(f"{name}: a turn of an older context")
-        rows = max(context + sampled - 1, self.routed_tokens)
-        for field, expected in (
-            ("logp_old_R", sampled),
-            ("version_R", sampled),
-            ("sampling_mask", sampled),
-            ("routes_TLK", rows - self.routed_tokens),
-            ("selected_TLb", rows - self.routed_tokens),
-        ):
-            if (length := lengths.get(field, expected)) != expected:
-                raise ValueError(f"{name}: {field} has {length} entries, expected {expected}")
+        routed = max(context + sampled - 1, self.routed_tokens)
+        rows = routed - self.routed_tokens
+        expected = {"sampling_mask": sampled, "routes_TLK": rows, "selected_TLb": rows}
+        lengths = {"logp_old_R": len(result.logp_old_R), "version_R": len(result.version_R)}
+        for field, length in {**lengths, **_lengths(result)}.items():
+            if length != expected.get(field, sampled):
+                raise ValueError(
+                    f"{name}: {field} has {length} entries, expected {expected.get(field, sampled)}"
+                )
         first = self._turns[0][1] if self._turns else result
         if ("routes_TLK" in _lengths(result)) != ("routes_TLK" in _lengths(first)):
             raise ValueError(f"{name}: only some of its turns have routes")
         self._turns.append((context, result))
         self.ids += result.token_ids_R.tolist()
-        self.routed_tokens = rows
+        self.routed_tokens = routed
 
     def drop_extension(self) -> None:
         """Remove the ids after the last turn, because its messages are tokenized again together
