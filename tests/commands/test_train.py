@@ -117,7 +117,7 @@ def test_failed_export_is_repeated(capsys: Capture, monkeypatch: Patch, tmp_path
     overrides = (f"run.dir={done}", "run.steps=1", *FEW)
     task = prepare("quickstart", overrides)
     with RunFolder(task.config) as folder:
-        cursor, digest = task.dataset.train.state(), config_digest(task.config)
+        cursor, digest = task.dataset.train.position(), config_digest(task.config)
         folder.save(State(step=1, version=1, cursor=cursor, config=digest), lambda path: {})
     (done / "metrics.jsonl").touch()
     learner = SimpleNamespace(load=lambda path: None, export=lambda path: path.mkdir() or {})
