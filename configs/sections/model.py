@@ -95,13 +95,15 @@ class LoraConfig(Section, path="model.lora"):
     targets: tuple[str, ...] = ()
     """Names of the linear layers with adapters, such as q_proj. Empty: all in attention and, in
     dense models, in MLPs. In a mixture of experts, only attention can have adapters."""
-    dropout: float = knob(0.0, ge=0, le=0)
+    dropout: float = 0.0
     """Must be 0, because engines sample from the merged weights, which have no dropout."""
 
     def check(self) -> None:
         ok = all(name.isidentifier() for name in self.targets)
         rule = "must be names of linear layers, such as q_proj, or empty for all of them"
         self.require(ok, "targets", rule)
+        rule = "must be 0, because engines sample from merged weights, which have no dropout"
+        self.require(self.dropout == 0, "dropout", rule)
 
     @property
     def enabled(self) -> bool:
