@@ -10,7 +10,7 @@ from keel.rl.metrics import Max, Mean, Metric, Sum, mean_of, merge
 from keel.rl.types import FUNCTIONS, LOST, FinishReason, ScoredGroup, Segment, Trajectory
 
 ERROR = "error"
-"""Name of the reward component that is positive if a completion could not be scored, because its
+"""Name of the reward part that is positive if a completion could not be scored, because its
 verifier crashed or timed out. It never has a weight."""
 _PASS = 1 - 1e-9
 """Minimum `correct` value of a passing completion. It is slightly below 1 to tolerate rounding in a
@@ -47,10 +47,10 @@ def summarize(
 
     Lengths count sampled tokens. Staleness is measured in optimizer steps and averaged over sampled
     tokens. Most other means are over completions, so a group that lost completions has less weight
-    than in the loss. A reward component is averaged over the completions that have it, and
+    than in the loss. A reward part is averaged over the completions that have it, and
     `sampling/kept_mean` over the tokens whose sampling was truncated.
 
-    Raises `ValueError` if a reward component is named `mean`, which would collide with
+    Raises `ValueError` if a reward part is named `mean`, which would collide with
     `reward/mean`.
     """
     groups = [*trained, *discarded]

@@ -365,7 +365,7 @@ class Verdict:
     """The score that an environment gives a trajectory."""
 
     parts: Mapping[str, float]
-    """Reward components by name, each between 0 and 1. `correct` is 1 if the task was
+    """Parts of the reward by name, each between 0 and 1. `correct` is 1 if the task was
     fully solved."""
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Extra data to save with the trajectory."""
@@ -483,13 +483,13 @@ class ScoredGroup:
     group: Group
     rewards_G: NDArray[np.float32]
     parts_G: tuple[Mapping[str, float], ...]
-    """Reward components of each trajectory by name, before weighting."""
+    """Parts of each trajectory's reward by name, before weighting."""
     advantages_G: NDArray[np.float32]
     left_out: tuple[Trajectory, ...] = ()
     """Sampled trajectories that were dropped, either because of their score or because scoring
     failed. The reasons are in `Group.dropped`."""
     notes_G: tuple[Mapping[str, str], ...] = ()
-    """Comments on each score, such as a judge's reasons or a verifier's error, by reward component
+    """Comments on each score, such as a judge's reasons or a verifier's error, by reward part
     or criterion. May be empty."""
 
     def __post_init__(self) -> None:

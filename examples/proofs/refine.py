@@ -35,6 +35,6 @@ class Refine:
     def verdict(
         self, messages: Sequence[Mapping[str, Any]], finish_reason: str
     ) -> dict[str, float]:
-        """Return two reward components: `claimed`, the score from the last self-evaluation, and
+        """Return two reward parts: `claimed`, the score from the last self-evaluation, and
         `revised`, the fraction of allowed revisions that were used."""
         return {"claimed": self.claimed, "revised": self.used / self.most}
