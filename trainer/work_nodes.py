@@ -130,9 +130,12 @@ class _NodeWorker:
     ) -> list[VerifierScore]:
         assert self._pool is not None
         scores = await asyncio.wrap_future(self._pool.submit(spec, completions))
-        # Its files or libraries may be the reason.
+        # Its files or libraries may be the reason. `at` stays the same on all nodes, because errors
+        # are reported once per location.
         where = f" on node {socket.gethostname()}"
-        return [replace(score, at=score.at + where) if score.at else score for score in scores]
+        return [
+            replace(score, error=score.error + where) if score.at else score for score in scores
+        ]
 
     async def open(self, number: int, source: str, task: Prompt, seed: int) -> Any:
         """Open an episode's environment. `EnvironmentLost` errors are returned rather than
