@@ -196,7 +196,7 @@ class JudgeEndpoint:
 
     def _connect(self, backend: _Backend, url: str) -> None:
         timeout_s = self._settings.timeout_s
-        backend.url = url
+        backend.url, backend.failures, backend.rests_until = url, 0, 0.0
         backend.client = AsyncOpenAI(
             base_url=url,
             # Never the library's default OPENAI_API_KEY, which is meant for another service.
@@ -220,11 +220,15 @@ class JudgeEndpoint:
                 self.counts.restarts += bool(backend.url)
                 self._connect(backend, url)
         except Exception as error:  # Ray's errors and timeouts as well
-            backend.url, backend.lost = "", str(error) or repr(error)
+            url, backend.url, backend.lost = backend.url, "", str(error) or repr(error)
             if all(each.lost for each in self._backends):
                 self.stop(backend.lost)
             else:
-                log.warning("the other judge servers go on without one: %s", backend.lost)
+                log.warning(
+                    "judge server %s gets no more requests; the other servers take them: %s",
+                    url or "without a URL",
+                    backend.lost,
+                )
         backend.lookup = None
         async with self._changed:
             self._changed.notify_all()
@@ -274,6 +278,7 @@ class JudgeEndpoint:
         while True:
             # The slot is held during the pause, which slows all calls down if the server is busy.
             async with self._acquire_server(backend) as backend:
+                client = backend.client
                 try:
                     messages = question.messages(new_fence())
                     content = await self._call(backend, question, messages)
@@ -282,7 +287,8 @@ class JudgeEndpoint:
                     self._log_chat(messages, content)
                     return content
                 except JudgeError as error:
-                    self._count_failure(backend, error)
+                    if backend.client is client:  # otherwise the server has been restarted
+                        self._count_failure(backend, error)
                     attempt += 1
                     if not error.retry or attempt > self._settings.retries:
                         raise
@@ -297,7 +303,13 @@ class JudgeEndpoint:
         backend.failures += 1
         if backend.failing and len(self._backends) > 1:
             if time.monotonic() >= backend.rests_until:
-                log.warning("a judge server failed %d calls: %s", backend.failures, error)
+                log.warning(
+                    "judge server %s failed %d calls in a row and gets no requests for %.0f s: %s",
+                    backend.url,
+                    backend.failures,
+                    _REST_S,
+                    error,
+                )
             backend.rests_until = time.monotonic() + _REST_S
 
     def _log_chat(self, messages: list[dict[str, str]], reply: str) -> None:

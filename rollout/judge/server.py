@@ -20,8 +20,8 @@ from keel.model import ray_timeouts
 from keel.rollout.judge.process import STOP_TIMEOUT_S, VllmServer
 
 MAX_RESTARTS, RECENT_S = 3, 3 * 3600.0
-"""Maximum number of restarts within `RECENT_S` seconds. The run fails if the server then dies
-again."""
+"""Maximum number of restarts within `RECENT_S` seconds. If the server then dies again, it is given
+up, and the run fails if no other judge server is left."""
 _REPLY_S = 30.0
 """Time limit in seconds for a call to the actor. Also added to the server's startup timeout."""
 _PLACED_S = 1.0

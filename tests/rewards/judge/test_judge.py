@@ -339,6 +339,38 @@ def test_failing_server_rests(monkeypatch: pytest.MonkeyPatch, broken: Reply) ->
             assert len(failing.requests) > 4, "it works again"
 
 
+def test_restarted_server_gets_requests_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keel.rewards.judge.client._MAX_FAILURES", 1)
+    monkeypatch.setattr("keel.rewards.judge.client._BACKOFF_S", 0.001)
+    barrier, full, late = threading.Barrier(3), threading.Event(), threading.Event()
+
+    def die(request: dict[str, Any]) -> Reply:
+        is_late = barrier.wait(PATIENCE_S) == 0
+        full.set()
+        if is_late:
+            late.wait(PATIENCE_S)
+        return Reply("", hang_up=True)
+
+    def work(request: dict[str, Any]) -> Reply:
+        full.wait(PATIENCE_S)
+        return good(request)
+
+    config = settings("http://unused", base_url="", serve=True, max_concurrent=3, retries=1)
+    with running(die) as dead, running(good) as restarted, running(work) as fine:
+        dying = Restarting(dead.url, *[restarted.url] * 9)
+        servers = [dying, Moving(*[fine.url] * 9)]
+        with JudgeService(config, servers=servers) as service:
+            futures = [service.submit(PROMPT, f"blue {number}") for number in range(6)]
+            wait_for(lambda: service._endpoint._backends[0].failing)
+            dying.ready.set()
+            wait_for(lambda: service.counts().restarts == 1)
+            late.set()
+            assert all(isinstance(future.result(PATIENCE_S), Judgement) for future in futures)
+            before = len(restarted.requests)
+            service.check_reachable()
+            assert len(restarted.requests) == before + 1
+
+
 def test_a_retry_leaves_a_failing_server() -> None:
     config = settings("http://unused", base_url="", serve=True, retries=1)
     with running(lambda _: (500, "down")) as failing, running(good) as fine:

@@ -1,4 +1,4 @@
-"""Judgement specs, settings and caches; proofs, their composed reward, and the calls behind it."""
+"""Judged specs, settings and caches; proofs, their composed reward, and the calls behind it."""
 
 import math
 from collections.abc import Iterator
