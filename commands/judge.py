@@ -99,9 +99,10 @@ def _read_answers(path: Path, rubric: Path | None = None) -> list[_Answer]:
         except (OSError, yaml.YAMLError, ValueError) as error:
             raise ValueError(f"{rubric}: {error}") from error
     answers: list[_Answer] = []
-    for number, line in read_lines(path, "file"):
+    for number, line in read_lines(path):
         try:
-            answers.append(_parse_answer(parse_object(line)[0], str(number), common))
+            fields = parse_object(line, replace_surrogates=True)[0]
+            answers.append(_parse_answer(fields, str(number), common))
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from error
     if not answers:
@@ -129,12 +130,15 @@ def _parse_answer(fields: dict[str, Any], number: str, common: Mapping[str, Any]
     answer, thinking = fields.get("answer"), fields.get("thinking", "")
     if not isinstance(answer, str) or not isinstance(thinking, str):
         raise ValueError("`answer` must be text, and so must `thinking`, if there is any")
-    if not {"prompt", "messages"} & fields.keys():
-        raise ValueError("needs `prompt`, a text, or `messages` with `role` and `content`")
-    question = [{"role": "user", "content": fields.get("prompt")}]
-    messages = parse_chat(fields.get("messages") or question)
+    messages: Any = fields.get("messages")
+    if not messages:
+        if not isinstance(fields.get("prompt"), str):
+            raise ValueError("needs `prompt`, a text, or `messages` with `role` and `content`")
+        messages = [{"role": "user", "content": fields["prompt"]}]
     label = str(fields.get("id", number))
-    prompt = Prompt(prompt_id=label, domain="judge", messages=tuple(messages), reward=reward)
+    prompt = Prompt(
+        prompt_id=label, domain="judge", messages=tuple(parse_chat(messages)), reward=reward
+    )
     return _Answer(prompt, answer, thinking)
 
 

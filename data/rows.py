@@ -79,18 +79,22 @@ def open_file(path: Path) -> BinaryIO:
     return cast(BinaryIO, gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
 
 
+def _label(path: Path, knob: str) -> str:
+    return f"{knob} = {str(path)!r}" if knob else str(path)
+
+
 def check_file(path: Path, knob: str) -> None:
-    """Raise ConfigError naming the setting `knob` if the file doesn't exist."""
+    """Raise ConfigError naming the setting `knob`, if given, if the file doesn't exist."""
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "no such file"
         if _SMALL_TASKS in path.parts and not path.parent.exists():
             problem += f"; run `python -m keel.examples.small {_SMALL_TASKS}` to make it"
-        raise ConfigError(f"{knob} = {str(path)!r}: {problem}")
+        raise ConfigError(f"{_label(path, knob)}: {problem}")
 
 
-def read_lines(path: Path, knob: str) -> Iterator[tuple[int, bytes]]:
+def read_lines(path: Path, knob: str = "") -> Iterator[tuple[int, bytes]]:
     """Yield a file's non-blank lines along with their line numbers. Raises ConfigError naming the
-    setting `knob` if the file can't be read."""
+    file and the setting `knob`, if given, if the file can't be read."""
     check_file(path, knob)
     try:
         with open_file(path) as file:
@@ -100,7 +104,7 @@ def read_lines(path: Path, knob: str) -> Iterator[tuple[int, bytes]]:
                 if line.strip():
                     yield number, line
     except READ_ERRORS as error:
-        raise ConfigError(f"{knob} = {str(path)!r}: {error}") from error
+        raise ConfigError(f"{_label(path, knob)}: {error}") from error
 
 
 def parse_object(
@@ -135,9 +139,7 @@ def parse_object(
 
 def _checked(record: Any) -> dict[str, Any]:
     if not isinstance(record, dict):
-        hint = "; a JSON list needs the extension .json and source: file"
-        hint *= isinstance(record, list)
-        raise BadLine(f"must be an object, is {json_type(record)}{hint}")
+        raise BadLine(f"must be an object, is {json_type(record)}")
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # legal JSON, but no tokenizer accepts it
@@ -152,6 +154,9 @@ def _read_jsonl_rows(path: Path, knob: str) -> Iterator[Row]:
         try:
             yield Row(at, number, *parse_object(line))
         except BadLine as error:
+            if line.startswith(b"["):
+                hint = "a JSON list needs the extension .json and source: file"
+                error = BadLine(f"{error}; {hint}")
             yield Row(at, number, error, {})
 
 

@@ -54,6 +54,10 @@ def test_a_rubric_for_all_lines(tmp_path: Path) -> None:
     assert second.prompt.reward["criteria"][0]["name"] == "blue"
     assert second.prompt.reward["reference"] == "r"
     assert third.prompt.reward == {"kind": "rubric", "criteria": [BLUE]}
+    sampled = _read_answers(write(tmp_path / "s.jsonl", {**LINE, "answer": "blue\ud800"}))
+    assert sampled[0].answer == "blue\ufffd"
+    with pytest.raises(ValueError, match=r"^/.*none\.jsonl: no such file"):
+        _read_answers(tmp_path / "none.jsonl")
     bare_list = _read_answers(answers, write(tmp_path / "r.json", [BLUE]))
     assert bare_list[0].prompt.reward["criteria"] == [BLUE]
 
@@ -64,6 +68,8 @@ def test_a_rubric_for_all_lines(tmp_path: Path) -> None:
         *(("{", ""), ("[]", "object"), ({"prompt": "p"}, "`criteria`")),
         *(({**LINE, "answr": "x"}, "answer"), ({"prompt": "p", "criteria": [BLUE]}, "`answer`")),
         ({"answer": "a", "messages": [3], "criteria": [BLUE]}, "`messages"),
+        ({**LINE, "prompt": 3}, "needs `prompt`, a text"),
+        ("[]", "must be an object, is a list$"),
     ],
 )
 def test_bad_lines_are_named_before_any_call(tmp_path: Path, line: Any, match: str) -> None:
