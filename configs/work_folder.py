@@ -52,14 +52,13 @@ class WorkFolder:
                 running = isinstance(error, BlockingIOError)
                 why = f"another {self._work} is running" if running else error.strerror
                 raise self.error(f"{why}. Choose another folder") from error
+            stack.callback(self._close_files)
             self.resume()
-            self._lock = stack.pop_all()
+            self._opened = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
-        self._lock.close()
+        self._opened.close()
 
     def resume(self) -> None:
         """Read what earlier starts of the command have left in the folder, once it is locked."""
@@ -94,14 +93,30 @@ class WorkFolder:
     def records(self, name: str, parse: Callable[[Any], _R]) -> list[_R]:
         """Read the records that `append` has written to a file, if it exists."""
         path = self.path / name
-        return read_records(path, parse, f"this {self._work}") if path.exists() else []
+        if not path.exists():
+            return []
+        self._open(name)  # reports an unusable file before the work begins
+        return read_records(path, parse, f"this {self._work}")
 
     def append(self, name: str, record: Any) -> None:
         """Append a record to a JSON Lines file, in place of any incomplete last line."""
+        text = json.dumps(record, ensure_ascii=False) + "\n"
+        file = self._open(name)
+        file.write(text.encode("utf-8", "surrogatepass"))
+        file.flush()
+
+    def _open(self, name: str) -> BinaryIO:
+        """Open a file for appending, unless it is open, and remove any incomplete last line."""
         if name not in self._files:
-            self._files[name] = file = (self.path / name).open("a+b")
+            try:
+                self._files[name] = file = (self.path / name).open("a+b")
+            except OSError as error:
+                raise self.error(f"{name} cannot be opened: {error.strerror}") from error
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
-        text = json.dumps(record, ensure_ascii=False) + "\n"
-        self._files[name].write(text.encode("utf-8", "surrogatepass"))
-        self._files[name].flush()
+        return self._files[name]
+
+    def _close_files(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()

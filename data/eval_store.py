@@ -167,7 +167,7 @@ class EvaluationFolder(WorkFolder):
         }
         self.asked: list[SampledPrompt] = []
         self._number = self._passes = 0  # running totals: progress is logged after each prompt
-        while (self.path / _RESULTS).exists() or self.changed(self._settings):
+        while self._in_use():
             if config.eval.dir:
                 raise self.error(
                     "holds an evaluation that has ended or has other settings; choose another "
@@ -178,10 +178,18 @@ class EvaluationFolder(WorkFolder):
             self.path = self.path.with_name(f"{name}.{int(number or 1) + 1}")
 
     def resume(self) -> None:
+        """Read the completions. Raises ConfigError if another evaluation has used the folder since
+        it was chosen."""
+        if self._in_use():
+            raise self.error("another evaluation has just used it; run the command again")
         self.claim(self._settings)
         self.asked = self.records(_SAMPLES, lambda line: SampledPrompt(**line))
         self._number = sum(request.number for request in self.asked)
         self._passes = sum(request.passes for request in self.asked)
+
+    def _in_use(self) -> bool:
+        """Whether the folder holds an evaluation that has ended or has other settings."""
+        return (self.path / _RESULTS).exists() or bool(self.changed(self._settings))
 
     def waiting(self, variant: str, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts not yet sampled in this variant. Raises ConfigError if a sampled

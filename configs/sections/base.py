@@ -1,10 +1,10 @@
 """`ConfigError`, bounds for knobs, and the base class of all sections."""
 
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from operator import attrgetter, ge, gt, le, lt
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -19,14 +19,27 @@ class ConfigError(ValueError):
         super().__init__("".join(c if c.isprintable() or c in "\n\t" else "�" for c in message))
 
 
-_BOUNDS = {"ge": (">=", ge), "gt": (">", gt), "le": ("<=", le), "lt": ("<", lt)}
+_BOUNDS = {
+    "ge": (">=", operator.ge),
+    "gt": (">", operator.gt),
+    "le": ("<=", operator.le),
+    "lt": ("<", operator.lt),
+}
 """Sign and comparison of each bound of a number, named as in pydantic and typer."""
 
 
-def knob(default: T, **bounds: float) -> T:
-    """Declare a knob with bounds (`ge`, `gt`, `le`, `lt`), which are enforced by the section and
-    listed in docs/knobs.md."""
-    return field(default=default, metadata=bounds)
+def knob(
+    default: T,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> T:
+    """Declare a knob with bounds, which are enforced by the section and listed in docs/knobs.md."""
+    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
+    given = {name: limit for name, limit in bounds.items() if limit is not None}
+    return field(default=default, metadata=given)
 
 
 def format_bounds(bounds: Mapping[str, float]) -> str:
@@ -35,8 +48,8 @@ def format_bounds(bounds: Mapping[str, float]) -> str:
 
 @cache
 def _bounded_knobs(section: type[Any]) -> Mapping[str, Mapping[str, float]]:
-    """Map the knobs in a section that have bounds to these. Cached because the layout search
-    creates thousands of sections."""
+    """Map each bounded knob of a section to its bounds. Cached because the layout search creates
+    thousands of sections."""
     return {one.name: one.metadata for one in fields(section) if one.metadata}
 
 
@@ -73,7 +86,7 @@ class Section:
 
     def require(self, ok: bool, name: str, rule: str) -> None:
         if not ok:
-            value: Any = attrgetter(name)(self)
+            value: Any = operator.attrgetter(name)(self)
             if isinstance(value, tuple):  # as in YAML
                 value = [*cast(tuple[Any, ...], value)]
             require(False, f"{self.full_path()}.{name}".lstrip("."), value, rule)

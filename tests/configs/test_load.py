@@ -328,6 +328,9 @@ def test_work_folder_is_exclusive_and_names_bad_files(tmp_path: Path) -> None:
         (folder.path / "x.jsonl").write_text("{}\n{]\n")
         with pytest.raises(ConfigError, match=r"x\.jsonl:2: "):
             folder.records("x.jsonl", dict)
+        (folder.path / "y.jsonl").mkdir()
+        with pytest.raises(ConfigError, match=r"it\.dir = .*y\.jsonl cannot be opened"):
+            folder.append("y.jsonl", {})
 
 
 def test_neighbouring_files_precede_shipped_recipes(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.configs.load import load_config
+from keel.configs.schema import ConfigError
 from keel.data.eval_store import EvaluationFolder, SampledPrompt
 from keel.data.results import (
     _compare_pass_rates,
@@ -203,3 +204,12 @@ def test_progress(tmp_path: Path) -> None:
     with EvaluationFolder(config, "the model", "model") as out:
         out.add(asked(2, 1.0))
         assert out.progress() == "pass@1 so far 0.600" and len(out.asked) == 3
+
+
+def test_folder_used_by_another_evaluation_is_rejected(tmp_path: Path) -> None:
+    config = load_config("quickstart", [f"run.dir={tmp_path}"])
+    first, second = (EvaluationFolder(config, "the model", "model") for _ in range(2))
+    with first as out:
+        out.finish({})
+    with pytest.raises(ConfigError, match="run the command again"):
+        second.__enter__()
