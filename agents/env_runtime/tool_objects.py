@@ -161,10 +161,12 @@ def verdict_fields(result: Any) -> dict[str, Any]:
     """Convert a verdict (a number, a dict of numbers, or a pair of either and facts) to a dict."""
     parts, facts = cast("Any", result if isinstance(result, tuple) else (result, {}))
     if not isinstance(parts, dict):
+        message = f"{parts!r:.50} is not a verdict; return a number or a dict of numbers"
+        if isinstance(parts, (str, bytes)):  # which `float` would parse
+            raise TypeError(message)
         try:
             parts = {"correct": float(parts)}
-        except (TypeError, ValueError) as error:
-            message = f"verdict returned {parts!r:.50}; return a number or a dict of numbers"
+        except (TypeError, ValueError, OverflowError) as error:
             raise TypeError(message) from error
     return {"parts": parts, "facts": facts}
 

@@ -68,7 +68,7 @@ class GeneralSandboxes:
     ) -> AsyncGenerator[tuple[ProcessEnvironment, Opening]]:
         # The fork server's processes have no network and read no documents.
         own = program.readable or program.sandbox is not self._sandboxes[False]
-        hosted = ProcessEnvironment(
+        environment = ProcessEnvironment(
             program, starting=self._starting, fork_server=None if own else self._parent
         )
         task = Prompt(
@@ -78,9 +78,9 @@ class GeneralSandboxes:
             reward=dict(reward or {}),
         )
         try:
-            yield hosted, await hosted.open(task, seed=seed)
+            yield environment, await environment.open(task, seed=seed)
         finally:
-            await hosted.close()
+            await environment.close()
 
     def open_desk(self) -> AbstractAsyncContextManager[tuple[ProcessEnvironment, Opening]]:
         """Open the environment in which the author builds a database."""
@@ -120,8 +120,8 @@ class GeneralSandboxes:
         limits = {"call_s": config.call_s, "solve_s": config.solve_s, "verify_s": config.verify_s}
         reward = {"environment": str(environment), **limits}
         with reject_crashes(gate):
-            async with self._open(self._program(_WORKSHOP), reward, seed=seed) as (hosted, _):
-                result = await hosted.call(call, timeout_s=within_s + SLACK_S)
+            async with self._open(self._program(_WORKSHOP), reward, seed=seed) as (workshop, _):
+                result = await workshop.call(call, timeout_s=within_s + SLACK_S)
         if result.failed:
             raise Rejected(gate, result.text)
         return json.loads(result.text)

@@ -22,6 +22,7 @@ from keel.agents.env_runtime.tool_objects import (
     _schema_of,
     _value_of,
     bind_arguments,
+    verdict_fields,
 )
 from keel.agents.schemas import ArgumentValidator
 from keel.rl.turns import ToolCall, ToolSpec
@@ -245,3 +246,11 @@ def test_guide_script(tmp_path: Path) -> None:
         outputs.append(done.stdout)
     assert "['ask', 'buy']" in outputs[0] and "{'correct': 1.0, 'bought': 1.0}" in outputs[0]
     assert "'name': 'buy'" in outputs[1]
+
+
+def test_a_verdict_is_a_number_or_a_dict() -> None:
+    assert verdict_fields(True) == {"parts": {"correct": 1.0}, "facts": {}}
+    assert verdict_fields(({"a": 1}, {"b": 2})) == {"parts": {"a": 1}, "facts": {"b": 2}}
+    for wrong in ("nan", b"1", 10**400, None, [1.0]):
+        with pytest.raises(TypeError, match="return a number or a dict of numbers"):
+            verdict_fields(wrong)
