@@ -83,6 +83,6 @@ def _encode(value: Any, file: zipfile.ZipFile) -> Any:
         return {name: _encode(getattr(value, name), file) for name in names}
     if isinstance(value, Mapping):
         return {str(key): _encode(item, file) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | frozenset):
         return [_encode(item, file) for item in value]
     return value.item() if isinstance(value, np.generic) else value

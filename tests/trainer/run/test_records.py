@@ -18,7 +18,7 @@ from keel.configs.load import load_config
 from keel.configs.schema import AlarmsConfig, RunConfig
 from keel.model import ray_timeouts
 from keel.rl.metrics import Mean, Sum
-from keel.rl.types import ScoredGroup, Segment, TokenNumbers, Usage, Verdict
+from keel.rl.types import Dialogue, ScoredGroup, Segment, TokenNumbers, Usage, Verdict
 from keel.rollout.engine.worker import attach, detach
 from keel.rollout.spec import GroupRequest
 from keel.trainer.run.bad_batches import list_batches, read_batch, save_batch
@@ -227,6 +227,7 @@ def batch() -> list[Any]:
     first = replace(
         trajectory(segment(3, 4, kept=True), segment(2, 5, kept=True)),
         messages=messages,
+        dialogues=(Dialogue(messages=messages * 2, sampled=frozenset({0, 1}), tools=({},)),),
         verdict=Verdict(parts={"correct": 0.5}, facts={"seen": [1, 2]}),
         usage=Usage(turns=2, tools_s=0.25),
     )
