@@ -5,6 +5,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,7 +24,9 @@ from torch import Tensor, nn
 from keel.configs.schema import Config
 from keel.model import ray_timeouts
 from keel.rl.futures import failed
+from keel.rl.metrics import Mean, values
 from keel.rl.packing import TrainBatch
+from keel.rl.sft import SftExample, plan_sft, supervised_segment
 from keel.rollout.spec import EngineError
 from keel.trainer import launch as system
 from keel.trainer.learner import _STEP, Learner, StepReport, _CallDeadline, plan_batches
@@ -46,8 +49,12 @@ class Ranks:
         """answers: delay in seconds and reply of each rank."""
         self.now, self.fetched_s, self._answers = 0.0, 60.0, dict(enumerate(answers))
         """fetched_s: timeout needed to fetch a result."""
-        calls = [SimpleNamespace(remote=lambda *_, n=number: n) for number in self._answers]
-        self._actors = [SimpleNamespace(step=call, send_weights=call) for call in calls]
+        self.calls: list[tuple[Any, ...]] = []
+        """The rank and arguments of each call."""
+        calls = [SimpleNamespace(remote=partial(self._call, rank)) for rank in self._answers]
+        self._actors = [
+            SimpleNamespace(pack=call, step=call, score=call, send_weights=call) for call in calls
+        ]
         patch.setattr(ray_timeouts, "wait", self._wait)
         patch.setattr(ray_timeouts, "get", self._get)
         patience = ray_timeouts.Deadline
@@ -62,6 +69,10 @@ class Ranks:
 
     def ask(self, learner: Learner, seconds: float, what: str = "a step") -> list[Any]:
         return learner._call_all("step", deadline=_CallDeadline(what, seconds, "trainer.timeout_s"))
+
+    def _call(self, rank: int, *arguments: Any) -> int:
+        self.calls.append((rank, *arguments))
+        return rank
 
     def _wait(
         self, refs: Sequence[int], *, seconds: ray_timeouts.Deadline
@@ -141,18 +152,41 @@ def test_host_memory_is_not_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_deadline_scales_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     learner = Ranks(monkeypatch, (1, StepReport(version=3, metrics={}))).learner(make_config(1, 1))
     monkeypatch.setattr(ray_timeouts, "put", lambda value: value)
-    monkeypatch.setattr(ray_timeouts, "call", lambda *_, **__: 0)
+    segments = (supervised_segment("s", [*range(5)], [False] + [True] * 4),)
+    examples = [SftExample(prompt_id="c", segments=segments)]
+    (plan,) = plan_sft(examples, replicas=1, micro_batch_tokens=5)
     waited, wait = list[float](), learner._wait
 
     def noted(refs: Sequence[Any], limit: _CallDeadline) -> list[Any]:
+        if limit.what == "packing":
+            return [set()]
         waited.append(limit.seconds)
         return wait(refs, limit)
 
     monkeypatch.setattr(learner, "_wait", noted)
     for steps in (1, 4):
         learner._longest_s = {}
-        assert learner._step_packed(steps, ()).version == 3
+        assert learner.step_on([[plan] * steps], examples).version == 3
     assert waited == [60, 240]
+
+
+def test_ranks_score_the_plan_of_their_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [(1, {"s/nll": Mean(total, 1)}) for total in (1.0, 1.0, 3.0, 3.0)]
+    ranks = Ranks(monkeypatch, *answers)
+    learner = ranks.learner(make_config(4, 1, sequence_parallel=2))
+    monkeypatch.setattr(ray_timeouts, "put", lambda value: value)
+    segments = [supervised_segment("s", [n] * 5, [False] + [True] * 4) for n in range(4)]
+    examples = [SftExample(prompt_id=f"c{n}", segments=(one,)) for n, one in enumerate(segments)]
+    plans = plan_sft(examples, replicas=2, micro_batch_tokens=5)
+    whole = [[m.token_ids_N[0] for m in plan.pack().micro_batches] for plan in plans]
+    assert [len(ids) for ids in whole] == [2, 2]
+    assert values(learner.score([{"s": plan} for plan in plans])) == {"s/nll": 2.0}
+    received: list[list[int]] = [[] for _ in range(4)]
+    for rank, own in ranks.calls:
+        (micro,) = own["s"].pack().micro_batches
+        received[rank].append(micro.token_ids_N[0])
+    assert received == [whole[0], whole[0], whole[1], whole[1]]
+    assert learner.score([{"s": plan} for plan in plans], lambda: True) == {}
 
 
 def scored_first(config: Config) -> list[list[int]]:

@@ -421,8 +421,8 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "indexers alone, stage 3": training(
             3, tokens=TIGHT, model="sparse", attention="warm-up", activation_checkpointing=True
         ),
-        "masses held, stage 1 sequence": training(
-            1, kept_mass_coef=1.0, sequence_parallel=2, tokens=TIGHT
+        "masses held, stage 3 sequence": training(
+            3, kept_mass_coef=1.0, sequence_parallel=2, tokens=TIGHT
         ),
         "stage 3 sparse recomputed": training(3, model="sparse", activation_checkpointing=True),
         "stage 3 tied": training(3, tokens=TIGHT, model="tied"),

@@ -60,7 +60,7 @@ def test_layout_does_not_change_the_result(results: dict[str, Any], name: str) -
 
 def test_mass_penalty_is_equal_on_any_layout(results: dict[str, Any]) -> None:
     plain, held = results["plain"], results["masses held"]
-    for layout in ("accumulated", "stage 1 sequence"):
+    for layout in ("accumulated", "stage 3 sequence"):
         same_training(results[f"masses held, {layout}"], held)
     assert not torch.equal(held["after"]["lm_head.weight"], plain["after"]["lm_head.weight"])
     last = values(held["metrics"][-1])
