@@ -160,7 +160,9 @@ def turn_prompts(count: int, turns: int, salt: str) -> list[Prompt]:
     return made
 
 
-def plainly(pool: Any, requests: Sequence[Prompt], sampling: SamplingConfig) -> dict[str, float]:
+def plainly(
+    pool: RolloutPool, requests: Sequence[Prompt], sampling: SamplingConfig
+) -> dict[str, float]:
     """Sample plain prompts and return their speed and engine statistics."""
     steps, busy_s = stats(pool)
     began = time.monotonic()
@@ -170,7 +172,7 @@ def plainly(pool: Any, requests: Sequence[Prompt], sampling: SamplingConfig) -> 
 
 
 def speeds(
-    pool: Any, groups: Sequence[Group], began: float, steps: int, busy_s: float
+    pool: RolloutPool, groups: Sequence[Group], began: float, steps: int, busy_s: float
 ) -> dict[str, float]:
     """Return the speed since `began`, when the engine had these statistics."""
     seconds, (steps_now, busy_now) = time.monotonic() - began, stats(pool)
@@ -179,16 +181,16 @@ def speeds(
     return {"tokens_per_second": tokens / seconds, "ms_per_step": ms_per_step}
 
 
-def stats(pool: Any) -> tuple[int, float]:
+def stats(pool: RolloutPool) -> tuple[int, float]:
     """Return the engine's steps and the seconds it took for them."""
     (slot,) = pool.slots
-    call = slot.engine.receiver.actor.__ray_call__
+    call = slot.engine.actor.__ray_call__
     read = lambda worker: (worker._engine._steps, worker._engine._busy_s)  # noqa: E731
     return ray.get(call.remote(read), timeout=ROUND_S)
 
 
 def measure(
-    pool: Any, runner: EpisodeRunner, sampling: SamplingConfig, count: int, salt: str
+    pool: RolloutPool, runner: EpisodeRunner, sampling: SamplingConfig, count: int, salt: str
 ) -> dict[str, Any]:
     """Run one round: episodes, then both kinds of plain prompts."""
     steps, busy_s = stats(pool)

@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     each = {} if small else {"num_gpus": 1 if gpus > 1 else 0.5, "num_cpus": 1}
     gigabytes = parameters * (4 if small else 2) / GB
     row: dict[str, Any] = {
-        "tensors": len(readable_tensors(str(folder))),
+        "tensors": len(readable_tensors(str(folder), "np")),
         "gigabytes": gigabytes,
         "device": "cpu" if small else torch.cuda.get_device_name(),
     }

@@ -356,7 +356,7 @@ class PackPlan:
     watched: tuple[tuple[int, Segment], ...] = ()
     """The watched segments among them and their indices in `watched`."""
     totals: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The fields of `TrainBatch` that are the same on all ranks."""
+    """The fields of `TrainBatch` that are the same for all replicas."""
     loss: Loss = "grpo"
 
     @property

@@ -56,8 +56,8 @@ class SftTask(PlannedModel):
     def command(self) -> str:
         return "pretrain" if self.config.sft.only_text else "sft"
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.batches.restore(state)
+    def restore(self, position: Mapping[str, Any]) -> None:
+        self.batches.restore(position)
 
     def position(self) -> Mapping[str, Any]:
         return self.batches.position()

@@ -298,7 +298,7 @@ class Mailbox:
     def acknowledge(self) -> None:
         """Acknowledge the last message, so that the trainer can send the next one."""
         key = self._key
-        self._acknowledged += 1  # before the key goes: the sender may then put the next message
+        self._acknowledged += 1  # before the key goes: the sender may then send the next message
         self._store.delete_key(key)
 
 

@@ -145,7 +145,7 @@ def test_signal() -> None:
         assert batch.signal is signal
 
 
-def test_idle_ranks_get_padding_with_zero_loss() -> None:
+def test_idle_replicas_get_padding_with_zero_loss() -> None:
     group = scored([trajectory(segment(0, 9, routes=True, kept=True))], [1.0], kl_coef=0.1)
     batches = pack([group], replicas=3, micro_batch_tokens=4)
     assert [len(b.micro_batches) for b in batches] == [1, 1, 1]

@@ -105,9 +105,9 @@ class FakeRun:
     def position(self, unfinished: Sequence[Prompt]) -> Mapping[str, Any]:
         return {"unfinished": [prompt.prompt_id for prompt in unfinished]}
 
-    def save(self, step: int, cursor: Mapping[str, Any]) -> bool:
+    def save(self, step: int, position: Mapping[str, Any]) -> bool:
         self.events.append(f"save@{step}")
-        self.unfinished = cursor["unfinished"]
+        self.unfinished = position["unfinished"]
         return step not in self.unwritable
 
     def stop(self) -> bool:
@@ -342,7 +342,7 @@ class CountedRun(FakeRun):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.stream, self.cursor = stream(), dict[str, Any]()
+        self.stream, self.saved = stream(), dict[str, Any]()
         self.drawn, self.trained, self.filtered = (Counter[str]() for _ in range(3))
 
     def take(self, n: int) -> Sequence[Prompt]:
@@ -358,9 +358,9 @@ class CountedRun(FakeRun):
         self.trained.update(group.group.prompt.prompt_id for group in groups)
         self.filtered.update(group.group.prompt.prompt_id for group in discarded)
 
-    def save(self, step: int, cursor: Mapping[str, Any]) -> bool:
-        self.cursor = dict(cursor)
-        return super().save(step, cursor)
+    def save(self, step: int, position: Mapping[str, Any]) -> bool:
+        self.saved = dict(position)
+        return super().save(step, position)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
@@ -370,12 +370,12 @@ def test_resumed_run_loses_and_repeats_no_prompt(lag: int, easy: tuple[str, ...]
     first = CountedRun(easy=easy, stop_after=3)
     first.run(config(algorithm, steps=8))
     second = CountedRun(easy=easy, version=3)
-    second.stream.restore(first.cursor)
+    second.stream.restore(first.saved)
     second.run(config(algorithm, steps=8), start=3)
     assert first.trained.total() == 6 and second.trained.total() == 10
-    assert len(first.cursor["unfinished"]) == 2 * (lag + 1) or easy, "sampled ahead"
+    assert len(first.saved["unfinished"]) == 2 * (lag + 1) or easy, "sampled ahead"
     for run, drawn in ((first, first.drawn), (second, second.drawn)):
-        ends = run.trained + run.filtered + Counter(run.cursor["unfinished"])
+        ends = run.trained + run.filtered + Counter(run.saved["unfinished"])
         assert not ends - drawn, "a prompt was trained on twice"
         # Filtered groups of a batch that was never full are not reported.
         assert set(drawn - ends) <= set(easy), "a prompt was lost"

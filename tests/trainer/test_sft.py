@@ -85,8 +85,8 @@ class Run:
     def evaluated(self, step: int) -> bool:
         return any(name.startswith("eval/") for name in self.steps.get(step, {}))
 
-    def save(self, step: int, cursor: Mapping[str, Any]) -> bool:
-        self.saved[step] = json.loads(json.dumps(cursor))
+    def save(self, step: int, position: Mapping[str, Any]) -> bool:
+        self.saved[step] = json.loads(json.dumps(position))
         return True
 
     def fit(self, heldout: Sequence[SftExample] = (), *, start: int = 0) -> int:

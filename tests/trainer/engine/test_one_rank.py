@@ -343,10 +343,9 @@ class Local(Learner):
     """A learner with one rank in this process."""
 
     def __init__(self, model: Path, config: Config) -> None:
-        self._config, self._put_to_sleep, self._direct = config, done, False
+        self._config, self._put_to_sleep = config, done
         self.worker = TrainerWorker(0, 1, gpu=False)
         self.worker._engine = TrainerEngine(str(model), config)
-
         self._ranks = [self.worker]
 
     def _call_replicas(
