@@ -41,6 +41,11 @@ RESUMABLE_KNOBS = frozenset(
 learning rate or schedule applies from the resumed step on. A new `run.steps` stretches a `linear`
 or `cosine` schedule."""
 _IGNORED_SECTIONS = ("alarms.", "endpoint.")
+_FORMER_TARGETS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+)
+"""The former default of `model.lora.targets`."""
 _NAMED = (SourceConfig, ConversationsConfig)
 _ABSENT = "(absent)"
 
@@ -97,6 +102,8 @@ def check_resumable(
     trained = {source.name for config, source in sources if config.data.weight_of(source) > 0}
     unused = {source.name for _, source in sources} - trained
     ignored = tuple(f"data.sources[{name}]." for name in unused)
+    if not (saved.model.lora.enabled or new.model.lora.enabled):
+        ignored += ("model.lora.",)
     lines = [
         _change(knob, old, now)
         for knob in diff_configs(saved, new)
@@ -118,4 +125,7 @@ def _change(knob: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
         for knobs, verb in ((old, "was added"), (new, "was removed")):
             if not any(other.startswith(f"{source[0]}.") for other in knobs):
                 return f"  {source[0]} {verb}"
-    return f"  {knob}: {old.get(knob, _ABSENT)!r} → {new.get(knob, _ABSENT)!r}"
+    change = f"  {knob}: {old.get(knob, _ABSENT)!r} → {new.get(knob, _ABSENT)!r}"
+    if knob == "model.lora.targets" and (old[knob], new[knob]) == (_FORMER_TARGETS, ()):
+        change += f" (the default has changed; write [{', '.join(_FORMER_TARGETS)}])"
+    return change

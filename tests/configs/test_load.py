@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from keel.configs.distillation import DistillConfig
 from keel.configs.dump import dump_config
 from keel.configs.load import load_as, load_config
 from keel.configs.paths import data_path, shipped_recipes, unwritable
-from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
+from keel.configs.schema import Config, ConfigError, DataConfig, LoraConfig, SourceConfig
 from keel.configs.synthesis import SynthesisConfig
 from keel.configs.system_prompts import with_system
 from keel.configs.work_folder import WorkFolder
@@ -274,6 +275,24 @@ def test_resumed_run_may_change_length_and_rate() -> None:
         "trainer.indexer_lr 0.0 → 1e-06",
         "trainer.schedule constant → cosine",
     ]
+
+
+def test_former_default_of_adapters_resumes() -> None:
+    old = config()
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+    def with_lora(**knobs: Any) -> Config:
+        return replace(old, model=replace(old.model, lora=LoraConfig(**knobs)))
+
+    check_resumable(with_lora(targets=names), old, "runs/x")
+    for saved, new in ((names, ()), ((), names)):
+        with pytest.raises(ConfigError, match=r"model\.lora\.targets: ") as caught:
+            check_resumable(
+                with_lora(rank=4, targets=saved), with_lora(rank=4, targets=new), "runs/x"
+            )
+        assert (f"write [{', '.join(names)}]" in str(caught.value)) == (saved == names)
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank: 4 → 0"):
+        check_resumable(with_lora(rank=4), old, "runs/x")
 
 
 def test_evaluation_sources_may_change() -> None:
