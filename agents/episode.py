@@ -115,6 +115,9 @@ class EpisodeSettings:
 
     environment: Callable[[], Environment]
     """Creates the environment of an episode."""
+    last_environment: Callable[[], Environment] | None = None
+    """Creates it for the last try of an episode whose nodes were lost, or None to use
+    `environment`."""
     chat: Chat
     budget: Budget
     shortener: ContextShortener

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import get_args
 
@@ -191,7 +192,9 @@ class EpisodeRunner:
             make_episode = partial(ProgramEpisode, endpoint=self._endpoint, starting=self._starting)
         reason = ""
         async with self._slots[purpose]:
-            for _ in range(_TRIES):
+            for left in reversed(range(_TRIES)):
+                if not left and settings.last_environment is not None:
+                    settings = replace(settings, environment=settings.last_environment)
                 episode = make_episode(
                     settings=settings,
                     task=prompt,

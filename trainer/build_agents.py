@@ -210,11 +210,11 @@ def episode_runner(
     config: Config,
     chat: Chat,
     submit_turn: SubmitTurn,
-    place: Callable[[str, Factory], Environment] | None = None,
+    place: Callable[..., Environment] | None = None,
 ) -> EpisodeRunner:
     """Build the runner for episodes in the environments. `place` is called with a source's name and
-    this machine's factory, and can create the environment on another node instead. Raises
-    ConfigError if an environment is invalid."""
+    this machine's factory, and can create the environment on another node instead, unless `here` is
+    set. Raises ConfigError if an environment is invalid."""
     agents, starting = config.agents, asyncio.Semaphore(MAX_STARTING)
     closing: list[Callable[[], Awaitable[None]]] = []
 
@@ -222,13 +222,15 @@ def episode_runner(
         own_chat = chat
         if isinstance(chat, TemplateChat) and config.calls_in_thinking(source):
             own_chat = chat.with_tools_in_thinking()
-        factory = environment_factory(config, source, starting, closing)
+        factory, last = environment_factory(config, source, starting, closing), None
         elsewhere = not (source.environment.program_only or source.environment.url)
         if place is not None and elsewhere:
             factory = partial(place, source.name, factory)
+            last = partial(factory, here=True)
         return EpisodeSettings(
             chat=own_chat,
             environment=factory,
+            last_environment=last,
             budget=budget(config, source),
             shortener=ContextShortener(
                 method=agents.context,

@@ -31,7 +31,7 @@ from keel.rollout.endpoint import EndpointCompletions, EndpointTurns
 from keel.rollout.judge.server import JudgeServer
 from keel.rollout.pool import RayEngine, RolloutPool
 from keel.rollout.spec import EngineError, EngineSpec
-from keel.trainer.build_agents import Factory, episode_runner
+from keel.trainer.build_agents import episode_runner
 from keel.trainer.learner import Learner
 from keel.trainer.placement.elastic import ElasticLayouts, OomRecovery
 from keel.trainer.placement.hardware import ENGINE, JUDGE, RANK
@@ -349,7 +349,7 @@ def build_scorer(
 def run_episodes(
     task: Task,
     pool: RolloutPool,
-    place: Callable[[str, Factory], Environment] | None = None,
+    place: Callable[..., Environment] | None = None,
 ) -> Iterator[EpisodeRunner | None]:
     """Return a context that yields a runner for episodes that sample from the engines, or None if
     there are no environments. For `place`, see `episode_runner`."""

@@ -247,12 +247,12 @@ class WorkNodes(WorkerPool):
         self._share_out(result, spec, completions, 0)
         return result
 
-    def environment(self, source: str, local: Factory) -> Environment:
+    def environment(self, source: str, local: Factory, *, here: bool = False) -> Environment:
         """Create a source's environment for one episode, on the node with the fewest open episodes
-        per worker. On the driver's own node, `local` creates it."""
+        per worker, or on the driver's node if `here` is set. There, `local` creates it."""
         if self._thread is None:
             return local()
-        node = self._acquire("episodes", source)
+        node = self._acquire("episodes", source, here=here)
         inner = _RemoteEnvironment(self, node, next(self._numbers), source)
         return _CountedEnvironment(local() if node is self._here else inner, node.load, self._lock)
 

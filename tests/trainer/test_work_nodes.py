@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -317,6 +318,40 @@ def test_work_ends_on_the_driver_after_several_losses(
     try:
         assert nodes.submit(PROMPT.reward, ["3"]).result(PATIENCE_S)[0].score == 1.0
         assert len(nodes.others) == 6 and nodes._here.load["jobs"] == 0
+    finally:
+        nodes.close()
+
+
+def test_last_try_of_an_episode_is_on_the_driver(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, calls = config(folder), list[str]()
+
+    def broken(_: _Node, method: str, *arguments: Any, **named: Any) -> Future[Any]:
+        calls.append(method)
+        result: Future[Any] = Future()
+        result.set_result(EnvironmentLost("hang", "open", "no answer") if method == "open" else "")
+        return result
+
+    nodes = WorkNodes(recipe, say=lambda _: None, log=None, runs_code=False)
+    others = [_Node(id=str(number), host="host", workers=99, ready=True) for number in range(9)]
+    monkeypatch.setattr("keel.model.ray_timeouts.kill", lambda _: None)
+    monkeypatch.setattr(_Node, "call", broken)
+    nodes._nodes, nodes._thread = {node.id: node for node in others}, threading.Thread()
+    nodes._thread.start()
+    task = Prompt(
+        prompt_id="a0",
+        domain="adder",
+        messages=({"role": "user", "content": "?"},),
+        environment="adder",
+        reward={"kind": "environment"},
+    )
+    policy = Policy(lambda *_: "42")
+    try:
+        with episode_runner(recipe, CHAT, policy.submit, nodes.environment) as runner:
+            group = runner.submit(task, group_size=1, purpose="train").result(PATIENCE_S)
+        assert len(group.trajectories) == 1 and calls.count("open") == 2, group.dropped
+        assert not any(node.load["episodes"] for node in (nodes._here, *others))
     finally:
         nodes.close()
 
