@@ -82,7 +82,7 @@ def train(
     Args:
         recipe: A recipe file, the name of a recipe that comes with Keel, or the recipe itself as a
             mapping.
-        prompts: Prompts that replace those of the recipe. Pass a list, a generator, a
+        prompts: Prompts that replace the recipe's. Pass a list, a generator, a
             `datasets.Dataset` or a pandas table. The items are texts, or rows as in a JSONL source
             (docs/rewards.md). Additional columns are passed to reward functions in
             `prompt.reward["columns"]`, without None and NaN. The knob

@@ -188,7 +188,7 @@ class EvaluationFolder(WorkFolder):
         self._passes = sum(request.passes for request in self.asked)
 
     def _in_use(self) -> bool:
-        """Whether the folder holds an evaluation that has ended or has other settings."""
+        """Return True if the folder has a finished evaluation or one with other settings."""
         return (self.path / _RESULTS).exists() or bool(self.changed(self._settings))
 
     def waiting(self, variant: str, prompts: Sequence[Prompt]) -> list[Prompt]:

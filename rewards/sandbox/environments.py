@@ -336,8 +336,8 @@ def _python_runtime(path: Path) -> _Runtime:
 
 
 def _shim_runtime(path: Path) -> _Runtime:
-    """Ask a script that starts an interpreter, as those of pyenv, asdf and nix do, for the
-    interpreter."""
+    """Return the interpreter that a script starts, such as a script of pyenv, asdf or nix, by
+    running it."""
     # Without `site`: nothing from the environment runs outside the sandbox.
     command = [str(path), "-I", "-S", "-c", _QUERY]
     env = {name: os.environ[name] for name in ("HOME", "PATH") if name in os.environ}

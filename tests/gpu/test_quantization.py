@@ -97,7 +97,7 @@ def check_weights(engine: RemoteEngine, expected: Named, *, whole: bool) -> None
 
 @torch.no_grad()
 def gap(model: PreTrainedModel, groups: Sequence[Group]) -> float:
-    """Return the mean absolute difference of recorded log-probabilities from those of `model`."""
+    """Return the mean absolute difference between recorded log-probabilities and `model`'s."""
     gaps: list[torch.Tensor] = []
     for segment in (t.segments[0] for group in groups for t in group.trajectories):
         ids = torch.from_numpy(segment.token_ids_T).long()

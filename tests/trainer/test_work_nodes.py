@@ -112,6 +112,16 @@ def groups(count: int) -> list[Group]:
     return [Group(prompt=PROMPT, trajectories=trajectories)] * count
 
 
+def task(source: str = "adder", text: str = "?") -> Prompt:
+    return Prompt(
+        prompt_id="a0",
+        domain=source,
+        messages=({"role": "user", "content": text},),
+        environment=source,
+        reward={"kind": "environment"},
+    )
+
+
 def elsewhere(prompt: Any, trajectory: Any) -> float:
     time.sleep(0.2)
     return float("reward node" in os.environ.get(NAME, ""))
@@ -125,17 +135,10 @@ def test_work_survives_the_loss_of_a_node(cluster: Cluster, folder: Path) -> Non
     turns = ["@add 20, 20", "@add 40, 2", "42"]
     # By the context, because an episode that starts again has the same name.
     policy = Policy(lambda context, _: turns[context.count("<|im_start|>assistant") - 1])
-    task = Prompt(
-        prompt_id="a0",
-        domain="adder",
-        messages=({"role": "user", "content": "?"},),
-        environment="adder",
-        reward={"kind": "environment"},
-    )
 
     def played(place: Any, during: Any = lambda: None) -> Group:
         with episode_runner(recipe, CHAT, policy.submit, place) as runner:
-            group = runner.submit(task, group_size=8, purpose="train")
+            group = runner.submit(task(), group_size=8, purpose="train")
             during()
             return group.result(PATIENCE_S)
 
@@ -277,15 +280,6 @@ def test_failing_open_pauses_one_source_of_the_node(
     recipe = replace(recipe, data=replace(recipe.data, sources=(*recipe.data.sources, other)))
     policy = Policy(lambda *_: "42")
 
-    def task(source: str, text: str = "?") -> Prompt:
-        return Prompt(
-            prompt_id="a0",
-            domain=source,
-            messages=({"role": "user", "content": text},),
-            environment=source,
-            reward={"kind": "environment"},
-        )
-
     nodes = WorkNodes(recipe, say=said.append, log=None, runs_code=False)
     nodes.start()
     try:
@@ -339,17 +333,10 @@ def test_last_try_of_an_episode_is_on_the_driver(
     monkeypatch.setattr(_Node, "call", broken)
     nodes._nodes, nodes._thread = {node.id: node for node in others}, threading.Thread()
     nodes._thread.start()
-    task = Prompt(
-        prompt_id="a0",
-        domain="adder",
-        messages=({"role": "user", "content": "?"},),
-        environment="adder",
-        reward={"kind": "environment"},
-    )
     policy = Policy(lambda *_: "42")
     try:
         with episode_runner(recipe, CHAT, policy.submit, nodes.environment) as runner:
-            group = runner.submit(task, group_size=1, purpose="train").result(PATIENCE_S)
+            group = runner.submit(task(), group_size=1, purpose="train").result(PATIENCE_S)
         assert len(group.trajectories) == 1 and calls.count("open") == 2, group.dropped
         assert not any(node.load["episodes"] for node in (nodes._here, *others))
     finally:
