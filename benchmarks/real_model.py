@@ -75,6 +75,8 @@ ARMS: Mapping[str, Arm] = {
     "keel-float16": Arm(knobs={"model.dtype": "float16"}),
     "keel-residual": Arm(knobs={"model.dtype": "float16", "model.residual_dtype": "float32"}),
     "keel-lag1": Arm(knobs={"algorithm.max_lag": 1}),
+    "keel-lag2": Arm(knobs={"algorithm.max_lag": 2}),
+    "keel-lag4": Arm(knobs={"algorithm.max_lag": 4}),
     "keel-updates4": Arm(knobs={"algorithm.updates_per_batch": 4}),
     "keel-agent": Arm(knobs=calculator_knobs("peers")),
     "stale-masked": Arm(knobs=STALE),
@@ -177,7 +179,7 @@ class Lines:
 
 
 def perform(run: Run, options: argparse.Namespace, gpu: str, stop: Event) -> str:
-    """Do one run on a GPU (empty: without) and return what went wrong, if anything."""
+    """Do one run on GPUs ("0" or "0,1"; empty: without) and return what went wrong, if anything."""
     if why := missing(run):
         return why
     folder = Path(tempfile.mkdtemp(prefix="real-"))
@@ -194,7 +196,7 @@ def perform(run: Run, options: argparse.Namespace, gpu: str, stop: Event) -> str
     reason = "" if whole else last_line(log) if status == "failed" else status
     why = "" if whole else f"{lines.steps} of {options.steps} steps: {reason}"
     content = json.loads((folder / "arm.json").read_text()) if lines.steps else {}
-    facts = {"commit": commit(), "gpu": gpu, "runs at once": options.parallel, "wall_s": wall_s}
+    facts = {"commit": commit(), "gpus": gpu, "runs at once": options.parallel, "wall_s": wall_s}
     facts |= {name: content.get(name) for name in ("versions", "settings", "first_step_at")}
     lines.write({"ended": why or "done", **facts, "command": words[3:]})
     shutil.rmtree(folder)
@@ -204,7 +206,7 @@ def perform(run: Run, options: argparse.Namespace, gpu: str, stop: Event) -> str
 def perform_all(options: argparse.Namespace) -> int:
     """Do the missing runs and return the number of failures."""
     write_prompts(options.out / f"{options.tasks}.prompts", options.tasks, small=options.small)
-    gpus = visible_gpus()
+    gpus = visible_gpus(options.gpus_per_run)
     slots: SimpleQueue[str] = SimpleQueue()
     for index in range(options.parallel):
         slots.put(gpus[index % len(gpus)])
@@ -238,13 +240,16 @@ def perform_all(options: argparse.Namespace) -> int:
     return sum(bool(future.result()) for future in futures)
 
 
-def visible_gpus() -> list[str]:
-    """List the ids of the visible GPUs; [""] without one."""
+def visible_gpus(per_run: int) -> list[str]:
+    """List the ids of the visible GPUs in groups of `per_run` ("0,1"); [""] without a GPU."""
     if gpu_reader() is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return [""]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return visible.split(",")
-    return [str(index) for index in range(64) if gpu_reader(str(index)) is not None]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    ids = visible.split(",") if visible else map(str, range(64))
+    found = [each for each in ids if gpu_reader(each) is not None]
+    if len(found) < per_run:
+        raise SystemExit(f"--gpus-per-run {per_run}: only {len(found)} GPUs are visible")
+    return [",".join(found[i : i + per_run]) for i in range(0, len(found) - per_run + 1, per_run)]
 
 
 def finished(run: Run, options: argparse.Namespace) -> bool:
@@ -308,6 +313,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=192, help="maximum tokens per prompt")
     parser.add_argument("--small", action="store_true", help="4 × 2 completions of 16 tokens")
     parser.add_argument("--parallel", type=int, default=1, help="number of concurrent runs")
+    parser.add_argument("--gpus-per-run", type=int, default=1)
     parser.add_argument("--gib", type=float, default=0.0, help="`run.gpu_gib` of Keel's arms")
     parser.add_argument("--seconds", type=float, default=1e9, help="time limit for all runs")
     parser.add_argument("--run-s", type=float, default=1e9, help="time limit per run")

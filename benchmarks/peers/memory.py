@@ -23,8 +23,8 @@ class PeakMemory:
     `pid()`.
     """
 
-    def __init__(self, pid: Callable[[], int | None], gpu_id: str = "") -> None:
-        gpu = gpu_reader(gpu_id)
+    def __init__(self, pid: Callable[[], int | None], gpu_ids: str = "") -> None:
+        gpu = gpu_reader(gpu_ids)
         self._read = gpu or tree_reader(pid)
         self._interval_s = GPU_INTERVAL_S if gpu else TREE_INTERVAL_S
         self._stop = threading.Event()
@@ -68,15 +68,15 @@ def _gpu(gpu: str = "") -> tuple[Any, Any] | None:
         return None
 
 
-def gpu_reader(gpu_id: str = "") -> Callable[[], float] | None:
-    """Return a function that reads the bytes in use on a GPU; None without a GPU.
+def gpu_reader(gpu_ids: str = "") -> Callable[[], float] | None:
+    """Return a function that reads the bytes in use on GPUs ("0" or "0,1"); None without a GPU.
 
     Creates no CUDA context in this process.
     """
-    if (gpu := _gpu(gpu_id)) is None:
+    gpus = [gpu for each in gpu_ids.split(",") if (gpu := _gpu(each)) is not None]
+    if not gpus:
         return None
-    nvml, handle = gpu
-    return lambda: float(nvml.nvmlDeviceGetMemoryInfo(handle).used)
+    return lambda: float(sum(nvml.nvmlDeviceGetMemoryInfo(handle).used for nvml, handle in gpus))
 
 
 def first_gpu() -> str:
