@@ -65,8 +65,10 @@ TOGETHER = (
         r"tests/(rollout/(engine/test_(head_dtype|engine_args|vllm_engine)"
         r"|recording/test_(v1|hybrid)|vllm_fast)|weights/test_updates)"
     ),
+    re.compile(r"tests/(model/test_fp8|rollout/engine/test_jobs|weights/test_pack)"),
 )
-"""Files that fork from one preloaded server (tests/forked.py), each group in one process."""
+"""Groups of files for one process: two fork from a preloaded server (tests/forked.py), and the last
+one loads vLLM, so that other processes do not."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -100,7 +102,7 @@ _popen = subprocess.Popen.__init__
 
 
 def _noted(self: Any, args: Any, *rest: Any, **named: Any) -> None:
-    if args != ["uname", "-p"]:  # started by Python's platform module
+    if args[0] not in ("uname", "file"):  # started by Python's platform module
         STARTED.append(str(args))
     _popen(self, args, *rest, **named)
 

@@ -11,7 +11,6 @@ from keel.configs.schema import ConfigError
 from keel.model.load import checkpoint_tensors, load_model_config, load_policy
 from keel.model.trainable import trainable_facts
 from keel.trainer.engine.weights import write_model
-from keel.weights.loader import TensorChecklist
 from tests.model.families import VOCAB, build
 from tests.model.quantised import HALVES, quantise, quantise_weight, set_block
 
@@ -39,6 +38,8 @@ def test_weights_are_dequantised(family: str, block: tuple[int, int], tmp_path: 
         before, after = (m(input_ids=ids).logits.log_softmax(-1) for m in (model, loaded))
     gap = (before - after).abs()
     assert 0 < gap.mean() < 0.1 * before.std(), "the error of three bits of mantissa"
+
+    from keel.weights.loader import TensorChecklist  # noqa: PLC0415  (loads vLLM)
 
     # Every tensor of an update is known to an engine that started from the folder, and the export
     # is a plain model.

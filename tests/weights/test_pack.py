@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from keel.model.load import checkpoint_tensors, load_policy
 from keel.weights import sender
 from keel.weights.channel import ALIGNMENT, FlatBucket, unpack_flat
-from keel.weights.loader import TensorChecklist, WeightsExtension
 from keel.weights.sender import BucketPacker
 from tests.buckets import pack_buckets, unpack_bucket
 from tests.model.test_load import MOE_LAYERS, built
@@ -187,6 +186,8 @@ def test_packing_round_trips(specs: list[tuple[list[int], torch.dtype]], bucket_
 
 @pytest.mark.parametrize("writeable", [True, False])
 def test_read_only_bytes_are_copied(writeable: bool) -> None:
+    from keel.weights.loader import WeightsExtension  # noqa: PLC0415  (loads vLLM)
+
     (bucket,) = pack_buckets([("t", torch.zeros(4))], 1 << 20)
     assert isinstance(bucket.data, np.ndarray)
     if not writeable:
@@ -201,7 +202,13 @@ def test_read_only_bytes_are_copied(writeable: bool) -> None:
 NAMES = ["model.embed_tokens.weight", "model.layers.0.a", "model.layers.1.a", "model.layers.2.a"]
 
 
-def update(manifest: TensorChecklist, *names: str) -> None:
+def checklist(names: list[str], **options: Any) -> Any:
+    from keel.weights.loader import TensorChecklist  # noqa: PLC0415  (loads vLLM)
+
+    return TensorChecklist(names, **options)
+
+
+def update(manifest: Any, *names: str) -> None:
     manifest.begin()
     for bucket in pack_buckets([(name, torch.ones(2)) for name in names], 8):
         manifest.arrived(bucket)
@@ -209,7 +216,7 @@ def update(manifest: TensorChecklist, *names: str) -> None:
 
 
 def test_missing_and_unknown_tensors_are_named() -> None:
-    manifest = TensorChecklist(NAMES, layers=3, tied=False, decoder="model")
+    manifest = checklist(NAMES, layers=3, tied=False, decoder="model")
     for _ in range(2):
         update(manifest, *reversed(NAMES))
     with pytest.raises(ValueError, match=r"layers.1.a"):
@@ -217,7 +224,7 @@ def test_missing_and_unknown_tensors_are_named() -> None:
     with pytest.raises(ValueError, match=r"layers.0.b"):
         update(manifest, *NAMES, "model.layers.0.b")
     # Layers for multi-token prediction come last and are not loaded.
-    update(TensorChecklist(NAMES, layers=2, tied=False), *NAMES[:3])
+    update(checklist(NAMES, layers=2, tied=False), *NAMES[:3])
 
 
 def test_unloaded_tensors_are_not_expected() -> None:
@@ -225,14 +232,14 @@ def test_unloaded_tensors_are_not_expected() -> None:
     masks = [f"gpt_neox.layers.{n}.attention.{m}bias" for n in range(2) for m in ("", "masked_")]
     computed = ["gpt_neox.layers.0.attention.rotary_emb.inv_freq"]
     unread = [r"attention.bias", r"attention.masked_bias", r"layers\.1.*"]
-    manifest = TensorChecklist([*biases, *masks, *computed], layers=2, tied=False, unread=unread)
+    manifest = checklist([*biases, *masks, *computed], layers=2, tied=False, unread=unread)
     update(manifest, *biases)
     with pytest.raises(ValueError, match=r"layers.1.attention.dense"):
         update(manifest, biases[0])
 
 
 def test_decoder_only_checkpoints_match() -> None:
-    manifest = TensorChecklist(["wte.weight", "h.0.b"], layers=1, tied=True, decoder="transformer")
+    manifest = checklist(["wte.weight", "h.0.b"], layers=1, tied=True, decoder="transformer")
     update(manifest, "transformer.wte.weight", "transformer.h.0.b", "lm_head.weight")
     with pytest.raises(ValueError, match=r"h.0.c"):
         update(manifest, "transformer.wte.weight", "transformer.h.0.c")
@@ -241,4 +248,4 @@ def test_decoder_only_checkpoints_match() -> None:
 @pytest.mark.parametrize("published", [NAMES, [*NAMES, "lm_head.weight"]])
 @pytest.mark.parametrize("stored", [NAMES, [*NAMES, "lm_head.weight"]])
 def test_tied_head_is_optional(published: list[str], stored: list[str]) -> None:
-    update(TensorChecklist(stored, layers=3, tied=True), *published)
+    update(checklist(stored, layers=3, tied=True), *published)

@@ -220,7 +220,7 @@ def test_ids_with_calls_in_thinking_equal_those_of_a_rollout() -> None:
         assert end == len(ids)
 
 
-@given(st.text())
+@given(st.text(st.characters(exclude_categories=["Cs"])))  # the default takes 2 s to set up
 def test_any_text_round_trips(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False)) == text
 

@@ -20,7 +20,6 @@ from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.turns import TurnResult
 from keel.rl.types import Recordings, SamplingMasks
 from keel.rollout.chat.parsing import decode_all, split_message
-from keel.rollout.engine.vllm_engine import NOT_FINITE, Job
 from keel.rollout.recording.base import RecordingOptions
 from keel.rollout.spec import EngineSpec, LostTurn, env_vars
 from tests.rl.rollouts import prompt
@@ -33,8 +32,15 @@ JOB: dict[str, Any] = {
 }
 
 
-def group(*recordings: dict[str, Any]) -> Any:
-    job = Job(**JOB, prompt=prompt())
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    from keel.rollout.engine import vllm_engine  # noqa: PLC0415  (loads vLLM)
+
+    return vllm_engine
+
+
+def group(engine: Any, *recordings: dict[str, Any]) -> Any:
+    job = engine.Job(**JOB, prompt=prompt())
     for sibling, recording in enumerate(recordings):
         job.add(sibling, completion(**recording), "four")
     return job.result()
@@ -50,10 +56,10 @@ def completion(versions: Any = (4, 5), logp: Any = (-1, -2), **recorded: Any) ->
     )
 
 
-def test_segments_align_recordings() -> None:
+def test_segments_align_recordings(engine: Any) -> None:
     masks = SamplingMasks.from_lists([[7, 8], [9]])
     routes = np.arange(4 * 3 * 2, dtype=np.int16).reshape(4, 3, 2)
-    whole, empty = group({"sampling_mask": masks, "routes_TLK": routes}, {}).trajectories
+    whole, empty = group(engine, {"sampling_mask": masks, "routes_TLK": routes}, {}).trajectories
     (built,) = whole.segments
     assert built.token_ids_T.tolist() == [1, 2, 3, 7, 9]
     assert built.trainable_T.tolist() == [False, False, False, True, True]
@@ -75,20 +81,20 @@ def test_segments_align_recordings() -> None:
         ("routes", np.zeros((3, 3, 2), np.int16)),
     ],
 )
-def test_recordings_of_a_wrong_length_are_refused(name: str, value: Any) -> None:
+def test_recordings_of_a_wrong_length_are_refused(engine: Any, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
-        group({{"version": "versions", "routes": "routes_TLK"}.get(name, name): value})
+        group(engine, {{"version": "versions", "routes": "routes_TLK"}.get(name, name): value})
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
-def test_non_finite_completions_are_dropped_alone(value: float) -> None:
-    sampled = group({"logp": (-1, value)}, {})
+def test_non_finite_completions_are_dropped_alone(engine: Any, value: float) -> None:
+    sampled = group(engine, {"logp": (-1, value)}, {})
     assert [trajectory.sibling for trajectory in sampled.trajectories] == [1]
-    assert sampled.dropped == (NOT_FINITE,)
-    turn = Job(**JOB)
+    assert sampled.dropped == (engine.NOT_FINITE,)
+    turn = engine.Job(**JOB)
     turn.add(0, completion(logp=(-1, value)), "")
     lost = pickle.loads(pickle.dumps(turn.result()))  # as from the engine's process
-    assert isinstance(lost, LostTurn) and str(lost) == NOT_FINITE
+    assert isinstance(lost, LostTurn) and str(lost) == engine.NOT_FINITE
 
 
 # The conversion of token ids to text, and of text to messages.

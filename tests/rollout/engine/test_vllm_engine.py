@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from keel.configs.schema import SamplingConfig
-from keel.rollout.engine.vllm_engine import Job, Result
 from keel.rollout.recording.base import RecordingOptions
 from keel.rollout.spec import EngineError
 from tests.rl.rollouts import prompt
@@ -31,9 +30,11 @@ def _engine(llm: SimpleNamespace) -> Any:
     return engine
 
 
-def _cut_twice() -> tuple[list[tuple[int, Result]], int, list[tuple[int, Result]], list[str]]:
+def _cut_twice() -> tuple[list[Any], int, list[Any], list[str]]:
     """Cut a job with one completion of three tokens and one without tokens. Returns the results of
     the first cut, the limit that it set, the results of the second cut, and the aborted names."""
+    from keel.rollout.engine.vllm_engine import Job  # noqa: PLC0415  (not in pytest)
+
     requests = {
         name: SimpleNamespace(num_output_placeholders=0, num_output_tokens=tokens, max_tokens=100)
         for name, tokens in (("begun", 3), ("waiting", 0))

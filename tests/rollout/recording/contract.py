@@ -14,7 +14,6 @@ from keel.agents.conversation import SegmentRecord
 from keel.configs.schema import SamplingConfig
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
-from keel.rollout.engine.vllm_engine import NOT_FINITE
 from tests.rollout.recording.reference import (
     Reference,
     Report,
@@ -237,6 +236,8 @@ class RecorderContract:
     def test_non_finite_completions_are_dropped(self, rig: Rig) -> None:
         """Sampling must work again after the next weight update. If only one logit is NaN, GPU
         kernels may treat its id as never sampled."""
+        from keel.rollout.engine.vllm_engine import NOT_FINITE  # noqa: PLC0415  (loads vLLM)
+
         tensors = checkpoint_tensors(rig.reference.model)
         asked = prompts(1, shared=0, own=9, tag="q")
         broken = (("model.norm.weight", 3), ("lm_head.weight", 100))
