@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import get_args
+from typing import Literal, get_args
 
 from keel.agents.endpoint.program import ProgramEpisode
 from keel.agents.endpoint.server import Endpoint
@@ -39,6 +39,31 @@ class _EngineRefused(RuntimeError):
     episode."""
 
 
+class _Slots(asyncio.Semaphore):
+    """Limits the number of open episodes to `most()`, which may change."""
+
+    def __init__(self, most: Callable[[], int]) -> None:
+        super().__init__(0)
+        self._most, self._size = most, 0
+
+    async def acquire(self) -> Literal[True]:
+        self._grow()
+        await super().acquire()
+        while self._size > self._most():
+            self._size -= 1
+            await super().acquire()
+        return True
+
+    def release(self) -> None:
+        self._size -= 1
+        self._grow()
+
+    def _grow(self) -> None:
+        while self._size < self._most():
+            self._size += 1
+            super().release()
+
+
 def environment_seed(seed: int, prompt: Prompt) -> int:
     """Return the environment seed for a prompt. All episodes of the prompt in a run share this
     seed."""
@@ -54,15 +79,17 @@ class EpisodeRunner:
         *,
         submit_turn: SubmitTurn,
         seed: int,
-        most_open: int,
+        most_open: Callable[[], int],
         closing: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
         """Start the thread, and the endpoint if there are agent programs. `settings` maps the name
-        of each data source to the settings of its episodes. Up to `most_open` episodes run
-        concurrently for training, and the same number for evaluation. The functions in `closing`
-        are called at the end to release resources shared by the environments."""
+        of each data source to the settings of its episodes. Up to `most_open()` episodes run
+        concurrently for training, and the same number for evaluation. The number may change as
+        nodes join and leave. The functions in `closing` are called at the end to release resources
+        shared by the environments."""
         has_programs = any(one.program is not None for one in settings.values())
-        raise_file_limit(len(PURPOSES) * most_open, programs=has_programs)
+        episodes_here = len(PURPOSES) * most_open()
+        raise_file_limit(episodes_here, programs=has_programs)
         self._settings, self._submit_turn, self._seed = settings, submit_turn, seed
         self._starting = asyncio.Semaphore(_STARTING)
         self._endpoint: Endpoint | None = None
@@ -74,13 +101,13 @@ class EpisodeRunner:
         without an environment are counted in `RolloutPool`."""
         self._closed = False
         self._loop = asyncio.new_event_loop()
-        self._slots = {purpose: asyncio.Semaphore(most_open) for purpose in PURPOSES}
+        self._slots = {purpose: _Slots(most_open) for purpose in PURPOSES}
         self._groups: set[asyncio.Task[Group]] = set()
         self._thread = threading.Thread(target=self._run, name="keel-agents", daemon=True)
         self._thread.start()
         if has_programs:
             try:
-                most = _connection_limit(len(PURPOSES) * most_open)
+                most = _connection_limit(episodes_here)
                 endpoint = Endpoint(max_connections=most)
                 start = asyncio.run_coroutine_threadsafe(endpoint.__aenter__(), self._loop)
                 self._endpoint = start.result(_CLOSE_S)
@@ -191,10 +218,10 @@ class EpisodeRunner:
             assert self._endpoint is not None
             make_episode = partial(ProgramEpisode, endpoint=self._endpoint, starting=self._starting)
         reason = ""
-        async with self._slots[purpose]:
-            for left in reversed(range(_TRIES)):
-                if not left and settings.last_environment is not None:
-                    settings = replace(settings, environment=settings.last_environment)
+        for left in reversed(range(_TRIES)):
+            if not left and settings.last_environment is not None:
+                settings = replace(settings, environment=settings.last_environment)
+            async with self._slots[purpose]:  # there may be fewer without the lost node
                 episode = make_episode(
                     settings=settings,
                     task=prompt,

@@ -261,7 +261,7 @@ def main() -> None:
                 request, sampling=sampling, purpose=purpose
             ),
             seed=0,
-            most_open=EPISODES,
+            most_open=lambda: EPISODES,
         )
         report = {**run_facts(), "parameters": parameters}
         rounds: list[dict[str, Any]] = []

@@ -347,7 +347,7 @@ def _max_prompts_in_flight(config: Config, samples: int) -> int:
     if config.endpoint.base_url:
         capacity = config.endpoint.max_concurrent
     if config.with_agents:
-        capacity = max(capacity, config.agents.max_concurrent_episodes)
+        capacity = max(capacity, config.max_episodes())
     return max(2, -(-2 * capacity // samples))
 
 

@@ -16,6 +16,7 @@ _RESUMABLE = {
     "max_restarts elastic_wait_s max_skipped_steps keep_checkpoints save_trajectories "
     "save_all_trajectories save_tokens trackers startup_timeout_s device gpu_gib gpus_per_node "
     "nodes cpu_nodes",
+    "agents": "max_concurrent_episodes",
     "model.tiny": "cache_dir cold_start.max_seconds",
     "rewards": "workers timeout_s max_failure_fraction",
     # The judge's model identifies it, wherever it runs.

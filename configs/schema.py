@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from keel.configs.paths import read_template
-from keel.configs.sections.agents import AgentsConfig, EnvironmentConfig
+from keel.configs.sections.agents import EPISODES_PER_NODE, AgentsConfig, EnvironmentConfig
 from keel.configs.sections.algorithm import AlgorithmConfig
 from keel.configs.sections.base import ConfigError, Section, require
 from keel.configs.sections.data import BudgetConfig, DataConfig, LengthConfig, SourceConfig
@@ -336,6 +336,17 @@ class Config(Section):
         each = max(self.rewards.timeout_s, self.rewards.code.completion_s)
         return self.algorithm.group_size * each + judging
 
+    def max_episodes(self, nodes: int = 1) -> int:
+        """Maximum number of open episodes for each purpose if `nodes` nodes run environments."""
+        if any(source.environment.program for source in self.data.sources):
+            nodes = 1  # agent programs run on the driver's node
+        limit = min(nodes * EPISODES_PER_NODE, self._engine_slots)
+        return self.agents.max_concurrent_episodes or max(EPISODES_PER_NODE, limit)
+
+    @property
+    def _engine_slots(self) -> int:
+        return self.rollout.engines * self.rollout.max_num_seqs
+
     @property
     def group_timeout_s(self) -> float:
         """Maximum time in seconds to wait for the next group to finish, including the time it takes
@@ -356,8 +367,7 @@ class Config(Section):
             for source in self.data.sources
             if source.environment.enabled
         ]
-        room = self.rollout.engines * self.rollout.max_num_seqs
-        waves = math.ceil(self.agents.max_concurrent_episodes / room)
+        waves = math.ceil(self.max_episodes() / self._engine_slots)
         return max(times) + waves * self.rollout.timeout_s if times else 0.0
 
     @property

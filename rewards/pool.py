@@ -86,10 +86,11 @@ class WorkerPool:
         self._threads = ThreadPoolExecutor(max_workers=workers or 1, thread_name_prefix="rewards")
 
     def submit(
-        self, spec: Mapping[str, Any], completions: Sequence[str]
+        self, spec: Mapping[str, Any], completions: Sequence[str], *, node: str = ""
     ) -> Future[list[VerifierScore]]:
         """Start verifying completions. The future returns one result per completion, or raises
-        ValueError if the spec is malformed."""
+        ValueError if the spec is malformed. `node` is `Group.node`, which a pool on several nodes
+        prefers."""
         return self._threads.submit(self._verify, spec, completions)
 
     def close(self) -> None:

@@ -145,7 +145,7 @@ class Scorer:
         if kind in JUDGED_KINDS:
             pending["correct"] = self._judge_all(prompt, trajectories)
         elif kind not in (ENVIRONMENT, FUNCTIONS):
-            pending["correct"] = self._verify(prompt, trajectories)
+            pending["correct"] = self._verify(group)
         if REFUSAL in weights:
             pending[REFUSAL] = self._judge_all(replace(prompt, reward=REFUSAL_SPEC), trajectories)
         for name in weights:
@@ -170,20 +170,21 @@ class Scorer:
         ]
         return when_all(answers, lambda: [answer.result() for answer in answers])
 
-    def _verify(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Future[list[_Result]]:
-        completions = [final_text(trajectory.messages) for trajectory in trajectories]
-        if prompt.reward.get("kind") != "code":
-            return self._submit(prompt.reward, completions)
+    def _verify(self, group: Group) -> Future[list[_Result]]:
+        spec, texts = group.prompt.reward, [final_text(one.messages) for one in group.trajectories]
+        if spec.get("kind") != "code":
+            return self._submit(group, spec, texts)
         # Programs take seconds: one job each, so that all workers share them.
-        jobs = {text: self._submit(prompt.reward, [text]) for text in set(completions)}
-        return when_all([*jobs.values()], lambda: [jobs[text].result()[0] for text in completions])
+        jobs = {text: self._submit(group, spec, [text]) for text in set(texts)}
+        return when_all([*jobs.values()], lambda: [jobs[text].result()[0] for text in texts])
 
     def _call_function(self, name: str, group: Group) -> Future[list[_Result]]:
         spec = {"kind": "function", "name": name, "prompt": prompt_fields(group.prompt)}
         texts = [_serialize(trajectory) for trajectory in group.trajectories]
         if name not in self._group_functions:
-            return self._submit(spec, texts)
-        whole = self._pool.submit({**spec, "group": True}, [json.dumps(texts)])
+            return self._submit(group, spec, texts)
+        spec_of_group = {**spec, "group": True}
+        whole = self._pool.submit(spec_of_group, [json.dumps(texts)], node=group.node)
 
         def split() -> list[_Result]:
             (result,) = whole.result()
@@ -198,10 +199,12 @@ class Scorer:
         opening = _opening_messages(prompt, trajectories[0]) if trajectories else prompt.messages
         task = str(opening[-1].get("content") or "")
         texts = [_serialize(trajectory, sampled=True) for trajectory in trajectories]
-        return self._submit({"kind": "language", "prompt": task, "of": of}, texts)
+        return self._submit(group, {"kind": "language", "prompt": task, "of": of}, texts)
 
-    def _submit(self, spec: Mapping[str, Any], texts: Sequence[str]) -> Future[list[_Result]]:
-        return cast(Future[list[_Result]], self._pool.submit(spec, texts))
+    def _submit(
+        self, group: Group, spec: Mapping[str, Any], texts: Sequence[str]
+    ) -> Future[list[_Result]]:
+        return cast(Future[list[_Result]], self._pool.submit(spec, texts, node=group.node))
 
     def _score_group(
         self, group: Group, pending: Mapping[str, Future[list[_Result]]], purpose: Purpose

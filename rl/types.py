@@ -474,6 +474,8 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     dropped: tuple[str, ...] = ()
     """Why each missing trajectory was dropped."""
+    node: str = field(default="", compare=False)
+    """Ray's id of the node on which an engine sampled the group, or "" if it is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

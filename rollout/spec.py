@@ -52,7 +52,7 @@ class EngineSpec:
             keep_routing=config.algorithm.keep_routing,
             keep_sampling_mask=config.algorithm.keep_sampling_mask,
             keep_selection=config.algorithm.keep_selection,
-            conversations=-(-config.agents.max_concurrent_episodes // config.rollout.engines)
+            conversations=-(-config.max_episodes() // config.rollout.engines)
             if config.with_agents
             else 0,
             chat_template=config.model.chat_template,

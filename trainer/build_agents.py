@@ -86,7 +86,7 @@ def check_environments(
     notes: dict[str, str] = {}
     if chat is None:
         return notes
-    most_open = config.agents.max_concurrent_episodes
+    most_open = config.max_episodes()
     try:
         driven = any(source.environment.program for source in config.data.sources)
         raise_file_limit(len(PURPOSES) * most_open, programs=driven)
@@ -211,10 +211,12 @@ def episode_runner(
     chat: Chat,
     submit_turn: SubmitTurn,
     place: Callable[..., Environment] | None = None,
+    count_nodes: Callable[[], int] = lambda: 1,
 ) -> EpisodeRunner:
     """Build the runner for episodes in the environments. `place` is called with a source's name and
     this machine's factory, and can create the environment on another node instead, unless `here` is
-    set. Raises ConfigError if an environment is invalid."""
+    set. `count_nodes` returns the number of nodes that run environments. Raises ConfigError if an
+    environment is invalid."""
     agents, starting = config.agents, asyncio.Semaphore(MAX_STARTING)
     closing: list[Callable[[], Awaitable[None]]] = []
 
@@ -249,7 +251,7 @@ def episode_runner(
         closing=closing,
         submit_turn=submit_turn,
         seed=config.run.seed,
-        most_open=agents.max_concurrent_episodes,
+        most_open=lambda: config.max_episodes(count_nodes()),
     )
 
 

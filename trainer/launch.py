@@ -14,7 +14,6 @@ from typing import get_args
 import torch
 
 from keel.agents.runner import EpisodeRunner
-from keel.agents.types import Environment
 from keel.configs.schema import Config
 from keel.configs.sections.model import TINY_MODEL
 from keel.data.dataset import Dataset
@@ -242,7 +241,7 @@ def launch(
             ranks=ranks,
             scorer=scorer,
             nodes=work_nodes,
-            agents=stack.enter_context(run_episodes(task, pool, work_nodes.environment)),
+            agents=stack.enter_context(run_episodes(task, pool, work_nodes)),
             watchdog=watchdog,
             oom_recovery=layouts.oom_recovery if layouts else OomRecovery.of(config),
             gpus=seats.placement.gpus if seats else 0,
@@ -349,10 +348,10 @@ def build_scorer(
 def run_episodes(
     task: Task,
     pool: RolloutPool,
-    place: Callable[..., Environment] | None = None,
+    nodes: WorkNodes | None = None,
 ) -> Iterator[EpisodeRunner | None]:
     """Return a context that yields a runner for episodes that sample from the engines, or None if
-    there are no environments. For `place`, see `episode_runner`."""
+    there are no environments. Without `nodes`, all environments run on this node."""
     if task.chat is None:
         yield None
         return
@@ -361,7 +360,8 @@ def run_episodes(
         task.config,
         task.chat,
         lambda request, purpose: pool.turn(request, sampling=sampling[purpose], purpose=purpose),
-        place,
+        nodes.environment if nodes else None,
+        nodes.count if nodes else lambda: 1,
     ) as runner:
         yield runner
 

@@ -113,7 +113,7 @@ class _NodeWorker:
                 environment_factory,
             )
 
-            raise_file_limit(len(PURPOSES) * config.agents.max_concurrent_episodes)
+            raise_file_limit(len(PURPOSES) * config.max_episodes())
             starting = asyncio.Semaphore(MAX_STARTING)
             for source in sources:
                 self._factories[source.name] = environment_factory(
@@ -236,15 +236,20 @@ class WorkNodes(WorkerPool):
         """All nodes in use except the driver's."""
         return [node for node in list(self._nodes.values()) if node.ready]
 
+    def count(self) -> int:
+        """Return the number of nodes in use, including the driver's."""
+        return 1 + len(self.others)
+
     def submit(
-        self, spec: Mapping[str, Any], completions: Sequence[str]
+        self, spec: Mapping[str, Any], completions: Sequence[str], *, node: str = ""
     ) -> Future[list[VerifierScore]]:
-        """Start verifying completions on the node with the fewest unfinished batches per worker
-        (see `WorkerPool.submit`)."""
+        """Start verifying completions on `node`, where they were sampled, if it has a free worker,
+        or else on the node with the fewest unfinished batches per worker (see
+        `WorkerPool.submit`)."""
         if self._thread is None or not self._config.rewards.workers:
             return super().submit(spec, completions)
         result: Future[list[VerifierScore]] = Future()
-        self._share_out(result, spec, completions, 0)
+        self._share_out(result, spec, completions, node, 0)
         return result
 
     def environment(self, source: str, local: Factory, *, here: bool = False) -> Environment:
@@ -292,12 +297,19 @@ class WorkNodes(WorkerPool):
         if first and not self._stopping.is_set():
             self.say(f"node {node.host} does not open environments of source {source}: {reason}")
 
-    def _acquire(self, kind: _Load, source: str = "", *, here: bool = False) -> _Node:
-        now = time.monotonic()
+    def _acquire(
+        self, kind: _Load, source: str = "", *, sampled_on: str = "", here: bool = False
+    ) -> _Node:
+        now, most = time.monotonic(), len(PURPOSES) * self._config.max_episodes()
         with self._lock:
             others = [node for node in self.others if node.not_before.get(source, 0.0) <= now]
             # An idle driver would do everything.
             nodes = [self._here] if here else [*others, self._here]
+            if kind == "episodes":
+                nodes = [node for node in nodes if node.load[kind] < most] or nodes
+            elif sampled_on:
+                free = [node for node in nodes if node.load[kind] < node.workers]
+                nodes = [node for node in free if node.id == sampled_on] or nodes
             node = min(nodes, key=lambda node: (node.load[kind] + 1) / node.workers)
             node.load[kind] += 1
             return node
@@ -307,9 +319,10 @@ class WorkNodes(WorkerPool):
         result: Future[list[VerifierScore]],
         spec: Mapping[str, Any],
         completions: Sequence[str],
+        sampled_on: str,
         losses: int,
     ) -> None:
-        node = self._acquire("jobs", here=losses >= _MAX_LOSSES)
+        node = self._acquire("jobs", sampled_on=sampled_on, here=losses >= _MAX_LOSSES)
         try:
             if node is self._here:
                 job = super().submit(spec, completions)
@@ -330,7 +343,7 @@ class WorkNodes(WorkerPool):
         def again(error: RuntimeError) -> None:
             # Without an EngineError, a library that reward workers need is missing there.
             self.lose(node, str(error), _AGAIN_S if isinstance(error, EngineError) else math.inf)
-            self._share_out(result, spec, completions, losses + 1)
+            self._share_out(result, spec, completions, sampled_on, losses + 1)
 
         job.add_done_callback(done)
 

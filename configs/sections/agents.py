@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from keel.configs.sections.base import ConfigError, Section, knob
 
+EPISODES_PER_NODE = 256
+"""Maximum number of open episodes per node, unless `agents.max_concurrent_episodes` is set."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentConfig(Section, path="data.sources[].environment"):
@@ -146,6 +149,7 @@ class AgentsConfig(Section, path="agents"):
     `max_turns` limits them."""
     summary_tokens: int = knob(1024, ge=1)
     """summary: number of tokens to reserve for the summary and the request to write it."""
-    max_concurrent_episodes: int = knob(256, ge=1)
+    max_concurrent_episodes: int = knob(0, ge=0)
     """Maximum number of open episodes, each with its own process. An evaluation may open the same
-    number in addition."""
+    number in addition. 0: 256 for each node that runs environments, as long as the engines can
+    sample that many at once (`rollout.max_num_seqs`), and 256 with agent programs."""

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
 
 from keel.configs.schema import CUT_S, SamplingConfig
@@ -358,7 +359,10 @@ class RolloutWorker:
         """Sample a group or a turn. Returns the result and, as separate objects, the recordings of
         each completion (see `detach`). Cancelling the call aborts sampling."""
         future = self._engine.sample(request, sampling=sampling, record=record)
-        return detach(request, await asyncio.wrap_future(future))
+        result = await asyncio.wrap_future(future)
+        if isinstance(result, Group):
+            result = replace(result, node=ray.get_runtime_context().get_node_id())
+        return detach(request, result)
 
     async def update_from_store(self, version: int, buckets: Sequence[Any]) -> int:
         """Load new weights, one bucket at a time. `buckets` contains object references."""

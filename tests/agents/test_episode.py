@@ -199,7 +199,7 @@ class Factory:
 
 @contextmanager
 def running(
-    turns: Any, factory: Factory | None = None, *, most_open: int = 64
+    turns: Any, factory: Factory | None = None, *, most_open: Callable[[], int] = lambda: 64
 ) -> Iterator[EpisodeRunner]:
     """turns: a policy, or a `SubmitTurn`."""
     with EpisodeRunner(
@@ -273,12 +273,14 @@ def test_lost_node_starts_the_episode_again(losses: int) -> None:
 
 def test_open_episodes_are_limited() -> None:
     counts: list[int] = []
-    factory = Factory()
+    factory, most = Factory(), 0
     policy = Policy(lambda _, turn: counts.append(factory.open) or "42")
-    with running(policy, factory, most_open=3) as runner:
-        groups = [runner.submit(TASK, group_size=4, purpose="train") for _ in range(4)]
-        assert sum(len(group.result(PATIENCE_S).trajectories) for group in groups) == 16
-    assert max(counts) <= 3
+    with running(policy, factory, most_open=lambda: most) as runner:
+        for most in (3, 7, 2):
+            groups = [runner.submit(TASK, group_size=4, purpose="train") for _ in range(4)]
+            assert sum(len(group.result(PATIENCE_S).trajectories) for group in groups) == 16
+            assert max(counts) == most
+            counts.clear()
 
 
 def test_dropped_episode_keeps_its_siblings() -> None:

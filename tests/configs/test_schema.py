@@ -239,6 +239,16 @@ def test_agent_limits_must_leave_room() -> None:
             agentic(**agents)  # type: ignore[arg-type]
 
 
+def test_limit_of_episodes_grows_with_nodes_up_to_what_engines_sample() -> None:
+    rollout = RolloutConfig(engines=8, max_num_seqs=100)
+    recipe = config(shop(), rollout=rollout)
+    assert [recipe.max_episodes(nodes) for nodes in (1, 3, 9)] == [256, 768, 800]
+    bounded = replace(recipe, agents=AgentsConfig(max_concurrent_episodes=40))
+    assert bounded.max_episodes(9) == 40
+    driven = replace(SHOP, program="solve.py")
+    assert config(shop(environment=driven), rollout=rollout).max_episodes(9) == 256
+
+
 def test_sources_decide_whether_tools_are_called_inside_thinking() -> None:
     def inside(*sources: SourceConfig, **agents: Any) -> list[bool]:
         config = agentic(*sources, **agents)

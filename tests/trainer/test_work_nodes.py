@@ -7,12 +7,15 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -25,6 +28,7 @@ from keel.configs.schema import (
     EnvironmentConfig,
     ModelConfig,
     RewardsConfig,
+    RolloutConfig,
     RunConfig,
     SourceConfig,
     TinyModelConfig,
@@ -34,7 +38,7 @@ from keel.rewards.custom import TextTrajectory, pickle_functions, prompt_fields
 from keel.rewards.pool import VerifierScore
 from keel.rewards.scorer import Scorer
 from keel.rl.futures import failed
-from keel.rl.turns import ToolCall
+from keel.rl.turns import ToolCall, TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
 from keel.rollout.spec import EngineError
 from keel.trainer.build_agents import episode_runner
@@ -43,7 +47,7 @@ from keel.trainer.placement.ray_internals import skip_unused_processes
 from keel.trainer.work_nodes import WorkNodes, _Node, _NodeWorker
 from tests.agents.scripted import CHAT, Policy
 from tests.rewards.groups import PROMPT, score, with_message
-from tests.trainer.naps import SECONDS, nap
+from tests.trainer.naps import SECONDS, nap, some_seconds
 from tests.waiting import PATIENCE_S, patiently, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -182,37 +186,89 @@ SIZES = tuple(map(int, os.environ.get("KEEL_TEST_NODES", "").split()))
 """Numbers of nodes to measure, as in docs/clusters.md."""
 
 
+EPISODES = 8
+"""Open episodes per node in the measurement."""
+
+
+def measure(work: Sequence[Any], submit: Callable[[Any], Future[Any]]) -> tuple[float, float]:
+    """Return the number of finished items per second, and the driver's CPU time per item in ms,
+    from the first quarter of the items to the last."""
+    times = list[tuple[float, float]]()
+    futures = [submit(item) for item in work]
+    for future in futures:
+        future.add_done_callback(lambda _: times.append((time.monotonic(), time.process_time())))
+    for future in futures:
+        future.result(PATIENCE_S)
+    first, last = len(work) // 4, 3 * len(work) // 4
+    (start, start_cpu), (end, end_cpu) = times[first], times[last]
+    return (last - first) / (end - start), 1e3 * (end_cpu - start_cpu) / (last - first)
+
+
 @pytest.mark.skipif(not SIZES, reason="measures a speed: set KEEL_TEST_NODES='1 2'")
-def test_nodes_add_up(cluster: Cluster, folder: Path) -> None:
-    """Two workers per node take `SECONDS` per completion, and so does the driver's one."""
-    rates, said, recipe = dict[int, float](), list[str](), config(folder)
-    # Without environments, a node's actor loads neither torch nor transformers.
-    recipe = replace(recipe, data=replace(recipe.data, sources=recipe.data.sources[:1]))
-    with pickle_functions([nap]):
-        nodes = WorkNodes(recipe, say=said.append, log=None, runs_code=False)
-        with Scorer({"maths": {f"python.{nap.__name__}": 1.0}}, pool=nodes) as scorer:
-            nodes.start()
-            added: list[Any] = []
-            for size in SIZES:
-                while len(added) + 1 < size:
-                    added.append(with_node(cluster, 4))
-                wait_for(lambda size=size: len(nodes.others) == size, f"{size} nodes")
-                score(scorer, groups(4 * size + 2))  # starts the workers
-                work = groups(20 * size)
-                start, cpu = time.monotonic(), time.process_time()
-                score(scorer, work)
-                rates[size] = 2 * len(work) / (time.monotonic() - start)
-                share, cost = rates[size] * SECONDS / (2 * size + 1), time.process_time() - cpu
-                print(
-                    f"{size} nodes: {rates[size]:.1f} completions/s, {share:.0%} of linear, "
-                    f"{1e3 * cost / len(work):.1f} ms of the driver's CPU time per group"
-                )
-            for node in added:
-                before, start = len(nodes.others), time.monotonic()
-                cluster.remove_node(node, allow_graceful=False)
-                wait_for(lambda before=before: len(nodes.others) < before, "the loss")
-                print(f"a lost node is noticed after {time.monotonic() - start:.1f} s")
-    assert rates[SIZES[-1]] > 0.6 * rates[SIZES[0]] * SIZES[-1] / SIZES[0], rates
+def test_nodes_add_up(cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scoring a completion, sampling a turn and calling a tool take `SECONDS` each, on average.
+    Each node has two reward workers, and the driver's has one. An episode has three turns and two
+    calls."""
+    monkeypatch.setattr("keel.configs.schema.EPISODES_PER_NODE", EPISODES)
+    (folder / "adder.py").write_text(ADDER.replace("0.5", f"{SECONDS}"))
+    recipe, shares, delays = config(folder), list[float](), list[float]()
+    rollout = RolloutConfig(engines=max(SIZES))
+    agents = replace(recipe.agents, max_concurrent_episodes=0)
+    recipe = replace(recipe, rollout=rollout, agents=agents)
+    turns = ["@add 20, 20", "@add 40, 2", "42"]
+    policy = Policy(lambda context, _: turns[context.count("<|im_start|>assistant") - 1])
+
+    def sample(request: TurnRequest, purpose: str) -> Future[TurnResult]:
+        future = Future[TurnResult]()
+        later = asyncio.get_running_loop().call_later
+        later(some_seconds(), lambda: future.set_result(policy.say(request)))
+        return future
+
+    async def watch_loop() -> None:
+        while True:
+            start = time.monotonic()
+            await asyncio.sleep(0.02)
+            delays.append(1e3 * (time.monotonic() - start - 0.02))
+
+    with ExitStack() as stack:
+        stack.enter_context(pickle_functions([nap]))
+        nodes = WorkNodes(recipe, say=print, log=None, runs_code=False)
+        scorer = Scorer({"maths": {f"python.{nap.__name__}": 1.0}}, pool=nodes)
+        stack.enter_context(scorer)
+        places = (nodes.environment, nodes.count)
+        runner = stack.enter_context(episode_runner(recipe, CHAT, sample, *places))
+        nodes.start()
+
+        def play(_: int) -> Future[Group]:
+            return runner.submit(task(), group_size=1, purpose="train")
+
+        added: list[Any] = []
+        for size in SIZES:
+            while len(added) + 1 < size:
+                added.append(with_node(cluster, 4))
+            wait_for(lambda size=size: len(nodes.others) == size, f"{size} nodes")
+            score(scorer, groups(4 * size + 2))  # starts the workers
+            rate, cost = measure(groups(30 * size), scorer.submit)
+            most = EPISODES * (size + 1)
+            measure(range(most), play)  # starts the environments' servers
+            delays.clear()
+            watch = asyncio.run_coroutine_threadsafe(watch_loop(), runner._loop)
+            played, played_cost = measure(range(4 * most), play)
+            watch.cancel()
+            shares = [2 * rate * SECONDS / (2 * size + 1), 5 * played * SECONDS / most]
+            memory = psutil.Process().memory_full_info().uss / 2**20
+            median, worst = np.percentile(delays, [50, 99])
+            print(
+                f"| {size} | {2 * rate:.1f} | {shares[0]:.0%} | {cost:.1f} ms | {played:.1f} | "
+                f"{shares[1]:.0%} | {played_cost:.1f} ms | {median:.1f} / {worst:.1f} ms | "
+                f"{memory:.0f} MiB |"
+            )
+        for node in added[-8:]:
+            before, start = len(nodes.others), time.monotonic()
+            cluster.remove_node(node, allow_graceful=False)
+            wait_for(lambda before=before: len(nodes.others) < before, "the loss")
+            print(f"a lost node is noticed after {time.monotonic() - start:.1f} s")
+    assert min(shares) > 0.6, shares
 
 
 def test_silent_node_is_given_up(
@@ -313,6 +369,26 @@ def test_work_ends_on_the_driver_after_several_losses(
         assert nodes.submit(PROMPT.reward, ["3"]).result(PATIENCE_S)[0].score == 1.0
         assert len(nodes.others) == 6 and nodes._here.load["jobs"] == 0
     finally:
+        nodes.close()
+
+
+def test_group_is_scored_where_it_was_sampled_if_a_worker_is_free(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, calls = WorkNodes(config(folder), say=print, log=None, runs_code=False), list[str]()
+    others = [_Node(id=name, host="host", workers=9, ready=True) for name in "ab"]
+    monkeypatch.setattr(_Node, "call", lambda node, *_: calls.append(node.id) or Future())
+    nodes._nodes, nodes._thread = {node.id: node for node in others}, threading.Thread()
+    nodes._thread.start()
+    try:
+        others[0].workers = 2
+        for _ in range(4):
+            nodes.submit(PROMPT.reward, ["3"], node="a")
+        assert calls == ["a", "a", "b", "b"]
+        others[1].workers, others[1].load["episodes"] = 999, 2 * 64
+        assert nodes._acquire("episodes") is others[0], "the other may not have more open files"
+    finally:
+        nodes._nodes.clear()
         nodes.close()
 
 

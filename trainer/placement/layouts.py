@@ -186,7 +186,7 @@ class LayoutSearch:
             return [{}]
         engines, at_once = seats.get("rollout.engines", config.rollout.engines), self._sequences
         if config.with_agents:
-            at_once = max(at_once, config.agents.max_concurrent_episodes)
+            at_once = max(at_once, config.max_episodes())
         waves = [min(_MAX_SEQUENCES, 8 * math.ceil(at_once / engines / n / 8)) for n in _WAVES]
         most = waves[0]
         one = memory.kv_token_bytes(config, self._facts) * config.max_context

@@ -135,7 +135,7 @@ def running(
             },
             submit_turn=policy if callable(policy) else policy.submit,
             seed=1,
-            most_open=64,
+            most_open=lambda: 64,
         ) as runner:
             yield runner
         assert not os.listdir(folder)
