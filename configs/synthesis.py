@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from keel.configs.sections.base import ConfigError, Section, knob, require_endpoint, require_unique
+from keel.configs.sections.base import ConfigError, Section, knob, require_endpoints, require_unique
 
 _Family = Literal["general", "code", "search"]
 CodeLanguage = Literal["python", "javascript", "typescript", "php", "cpp", "go", "java"]
@@ -226,7 +226,8 @@ class AuthorConfig(Section, path="author"):
     endpoint."""
 
     base_url: str
-    """URL of the endpoint, such as `http://localhost:8000/v1`."""
+    """URL of the endpoint, such as `http://localhost:8000/v1`, or several URLs of the same model,
+    separated by spaces."""
     model: str
     """Model name at the endpoint."""
     api_key_env: str = ""
@@ -236,7 +237,7 @@ class AuthorConfig(Section, path="author"):
     max_tokens: int = knob(8192, ge=1)
     """Maximum number of tokens per response."""
     max_concurrent: int = knob(8, ge=1)
-    """Maximum number of concurrent requests."""
+    """Maximum number of concurrent requests to each server."""
     timeout_s: float = knob(600.0, gt=0)
     """Timeout in seconds per request."""
     retries: int = knob(4, ge=0)
@@ -249,7 +250,7 @@ class AuthorConfig(Section, path="author"):
     """Additional fields of the request body, such as `chat_template_kwargs`."""
 
     def check(self) -> None:
-        require_endpoint("author", self.base_url, self.api_key_env)
+        require_endpoints("author", self.base_url, self.api_key_env)
         self.require(bool(self.model), "model", "must name the endpoint's model")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 import openai
-from openai import AsyncOpenAI, Timeout
 
 from keel.agents.schemas import ArgumentValidator
 from keel.agents.types import ToolResult
 from keel.configs.synthesis import AuthorConfig, CostConfig
-from keel.rewards.judge.client import bounded_http
+from keel.rewards.judge.servers import Server, ServerPool
+from keel.rewards.judge.specs import Counts, JudgeError
 from keel.rl.strict_json import replace_surrogates
 from keel.rl.turns import (
     Malformed,
@@ -31,8 +30,6 @@ from keel.rl.turns import (
     parse_call,
 )
 
-_CONNECT_S = 10.0
-_MAX_MESSAGE = 300
 _LIMITED = ("tokens", "usd")
 _NOT_A_COMPLETION = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """Errors raised when a reply cannot be parsed as a chat completion."""
@@ -118,30 +115,50 @@ class SynthesisBudget:
 
 
 class EndpointAuthor:
-    """A model served by an OpenAI-compatible endpoint. Each instance must be used from a single
-    event loop."""
+    """A model served by one or more OpenAI-compatible servers. Each instance must be used from a
+    single event loop."""
 
     def __init__(self, config: AuthorConfig, budget: SynthesisBudget) -> None:
-        key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
-        if config.api_key_env and not key:
-            raise ValueError(f"author.api_key_env: the variable {config.api_key_env} is not set")
         self.name = config.model
-        self._config, self._budget, self._key = config, budget, key
+        self._config, self._budget = config, budget
         self._others: list[EndpointAuthor] = []
-        self._slots = asyncio.Semaphore(config.max_concurrent)
-        self._client = AsyncOpenAI(
-            base_url=config.base_url,
-            # Never fall back to OPENAI_API_KEY, which may belong to another service.
-            api_key=key or "none",
-            max_retries=config.retries,
-            timeout=Timeout(config.timeout_s, connect=min(_CONNECT_S, config.timeout_s)),
-            http_client=bounded_http(),
+        self._pool = ServerPool(
+            config.base_url,
+            section="author",
+            api_key_env=config.api_key_env,
+            max_concurrent=config.max_concurrent,
+            timeout_s=config.timeout_s,
+            counts=Counts(),
         )
 
     async def ask(
         self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
     ) -> Parsed:
-        config = self._config
+        attempt, server = 0, None
+        while True:
+            async with self._pool.acquire(server) as server:
+                client = server.client
+                try:
+                    reply = await self._call(server, messages, purpose=purpose, tools=tools)
+                    server.failures = 0
+                    return reply
+                except JudgeError as error:
+                    self._pool.count_failure(server, client, error)
+                    attempt += 1
+                    if not error.retry or attempt > self._config.retries:
+                        raise AuthorLost(f"{self.name} at {server.url}: {error.reason}") from error
+                    await self._pool.pause(attempt, error)
+
+    async def _call(
+        self,
+        server: Server,
+        messages: Sequence[Message],
+        *,
+        purpose: str,
+        tools: Sequence[ToolSpec],
+    ) -> Parsed:
+        config, client = self._config, server.client
+        assert client is not None
         offered = [tool.as_json() for tool in tools]
         request = replace_surrogates([openai_message(message) for message in messages])
         # A token has at least one byte.
@@ -150,43 +167,40 @@ class EndpointAuthor:
             len(json.dumps([*request, *offered], ensure_ascii=False).encode()),
             config.max_tokens,
         )
-        async with self._slots:
-            with self._budget.call(most) as take:
-                try:
-                    # The library's timeout applies to each attempt and read.
-                    async with asyncio.timeout(config.timeout_s * (1 + config.retries)):
-                        response = await self._client.chat.completions.with_raw_response.create(
-                            model=config.model,
-                            messages=request,
-                            tools=cast(Any, offered or openai.omit),
-                            temperature=config.temperature,
-                            max_tokens=config.max_tokens,
-                            extra_body=dict(config.extra) or None,
-                        )
-                except asyncio.CancelledError:
-                    take(most)  # the endpoint may continue and bill it
-                    raise
-                except (TimeoutError, openai.APITimeoutError) as error:
+        with self._budget.call(most) as take:
+            try:
+                # The library's timeout applies to each read.
+                async with asyncio.timeout(config.timeout_s):
+                    response = await client.chat.completions.with_raw_response.create(
+                        model=config.model,
+                        messages=request,
+                        tools=cast(Any, offered or openai.omit),
+                        temperature=config.temperature,
+                        max_tokens=config.max_tokens,
+                        extra_body=dict(config.extra) or None,
+                    )
+            except asyncio.CancelledError:
+                take(most)  # the endpoint may continue and bill it
+                raise
+            except (TimeoutError, openai.APIError) as error:
+                if isinstance(error, TimeoutError | openai.APITimeoutError):
                     take(most)  # it may have been generating all the time
-                    limit = f"author.timeout_s = {config.timeout_s:g}"
-                    raise AuthorLost(f"{self.name}: no reply within {limit}") from error
-                except openai.APIStatusError as error:
-                    if _TOO_LONG.search(f"{error.message} {error.code}"):
-                        if any(message.get("role") == "assistant" for message in messages):
-                            return Parsed(content="", reasoning="", closed=False)
-                        error.message += f"; lower author.max_tokens = {config.max_tokens}"
-                    reply = self._public(f"HTTP {error.status_code}: {error.message}")
-                    raise AuthorLost(f"{self.name}: {reply}") from error
-                except openai.APIError as error:
-                    why = self._public(str(error.__cause__ or error))
-                    raise AuthorLost(f"{self.name} at {config.base_url}: {why}") from error
-                try:
-                    reply, counts = _parse_completion(response.text)
-                except _NOT_A_COMPLETION as error:
-                    take(most)
-                    raise AuthorLost(f"{self.name}: the reply is not a chat completion") from error
-                take(self._usage(purpose, *counts) if all(counts) else most)
-                return reply
+                too_long = isinstance(error, openai.APIStatusError) and _TOO_LONG.search(
+                    f"{error.message} {error.code}"
+                )
+                if too_long and any(message.get("role") == "assistant" for message in messages):
+                    return Parsed(content="", reasoning="", closed=False)
+                failure = self._pool.failure_of(error)
+                if too_long:
+                    failure.reason += f"; lower author.max_tokens = {config.max_tokens}"
+                raise failure from error
+            try:
+                reply, counts = _parse_completion(response.text)
+            except _NOT_A_COMPLETION as error:
+                take(most)
+                raise AuthorLost(f"{self.name}: the reply is not a chat completion") from error
+            take(self._usage(purpose, *counts) if all(counts) else most)
+            return reply
 
     def _usage(self, purpose: str, prompt: int, completion: int) -> CallUsage:
         prices = (
@@ -216,11 +230,7 @@ class EndpointAuthor:
     async def close(self) -> None:
         for other in self._others:
             await other.close()
-        await self._client.close()
-
-    def _public(self, text: str) -> str:
-        text = (text.replace(self._key, "***") if self._key else text)[:_MAX_MESSAGE]
-        return "".join(c if c.isprintable() else " " for c in text)
+        await self._pool.close()
 
 
 def _parse_completion(text: str) -> tuple[Parsed, tuple[int, int]]:

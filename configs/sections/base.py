@@ -110,6 +110,12 @@ def require_unique(name: str, values: Sequence[str]) -> None:
     require(not repeated, name, repeated, "must be unique")
 
 
+def require_endpoints(section: str, base_urls: str, api_key_env: str) -> None:
+    """Check URLs that are separated by spaces as `require_endpoint` does."""
+    for url in base_urls.split() or [""]:
+        require_endpoint(section, url, api_key_env)
+
+
 def require_endpoint(section: str, base_url: str, api_key_env: str) -> None:
     """Check an endpoint's URL and the name of its API key variable. Error messages never quote
     values that may be secret."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from keel.configs.sections.base import ConfigError, Section, knob, require, require_endpoint
+from keel.configs.sections.base import ConfigError, Section, knob, require, require_endpoints
 
 _SERVER_OPTIONS = frozenset(
     {
@@ -62,7 +62,8 @@ class JudgeConfig(Section, path="rewards.judge"):
     endpoint."""
 
     base_url: str = ""
-    """URL of the endpoint, such as `http://localhost:8000/v1`. Empty: no judge, or `serve`."""
+    """URL of the endpoint, such as `http://localhost:8000/v1`, or several URLs of the same model,
+    separated by spaces. Empty: no judge, or `serve`."""
     model: str = ""
     """Name of the model at the endpoint. With `serve`, a local folder or a hub name. Cached replies
     belong to this name, whatever the URL."""
@@ -82,7 +83,7 @@ class JudgeConfig(Section, path="rewards.judge"):
     """Maximum length of a completion in characters after escaping. Longer ones score 0 without a
     call, since they may exceed the judge's context."""
     max_concurrent: int = knob(64, ge=1, le=1000)
-    """Maximum number of concurrent calls, for each server of `server.replicas`."""
+    """Maximum number of concurrent calls to each server."""
     timeout_s: float = knob(60.0, gt=0)
     """Timeout in seconds per call."""
     retries: int = knob(4, ge=0)
@@ -103,7 +104,7 @@ class JudgeConfig(Section, path="rewards.judge"):
 
     def check(self) -> None:
         if self.base_url:
-            require_endpoint(self.PATH, self.base_url, self.api_key_env)
+            require_endpoints(self.PATH, self.base_url, self.api_key_env)
         rule = "conflicts with rewards.judge.serve; remove one of them"
         self.require(not (self.serve and self.base_url), "base_url", rule)
         self.require(

@@ -2,43 +2,24 @@
 size of requests."""
 
 import asyncio
-import importlib
 import json
 import logging
-import os
-import random
-import re
 import sqlite3
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import openai
-from openai import APIConnectionError, AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
 from keel.configs.sections.rewards import JudgeConfig
 from keel.rewards.failures import RewardStopped
 from keel.rewards.judge.prompts import BadReply, Question, new_fence
-from keel.rewards.judge.specs import Counts, FailureKind, JudgeError, ServedJudge
+from keel.rewards.judge.servers import Server, ServerPool
+from keel.rewards.judge.specs import Counts, JudgeError, ServedJudge
 from keel.rl.metrics import Mean
 
-_CONNECT_TIMEOUT_S = 10.0
-_BACKOFF_S = 0.5  # delay before the first retry. It doubles with every further retry.
-_MAX_PAUSE_S = 30.0
-_MAX_FAILURES = 8
-"""Number of calls in a row that a server may fail before the other servers take its requests."""
-_REST_S = 300.0
-"""Seconds until such a server gets another request, to find out whether it works again."""
-_RETRIED = frozenset({408, 409, 425})  # HTTP statuses that are retried, in addition to 429 and 5xx
-_TOO_LONG_STATUSES = frozenset({400, 413, 422})
-_TOO_LONG = re.compile(
-    r"context|too (?:long|large|many tokens)|maximum.{0,40}(?:length|tokens)|reduce the length",
-    re.IGNORECASE,
-)
-_MAX_REPLY_BYTES = 16 << 20
 _CACHE_FILE = "judge.sqlite"
 _BUSY_TIMEOUT_S = 5.0
 _MAX_REPLIES = 250_000  # kept in memory. Typical replies take about 256 MiB in total.
@@ -91,25 +72,6 @@ class _ReplyCache:
             return None
 
 
-@dataclass(slots=True, eq=False)
-class _Backend:
-    """A server to send requests to: the configured endpoint or one of the run's own servers."""
-
-    key: str
-    server: ServedJudge | None = None
-    url: str = ""
-    client: AsyncOpenAI | None = None
-    calls: int = 0
-    failures: int = 0  # failed calls since the last successful one
-    rests_until: float = 0.0
-    lost: str = ""  # why the server could not be restarted
-    lookup: asyncio.Task[None] | None = None  # finds the URL; calls wait for it
-
-    @property
-    def failing(self) -> bool:
-        return self.failures >= _MAX_FAILURES
-
-
 class JudgeEndpoint:
     """Sends questions to one or more OpenAI-compatible servers and caches the responses. Must be
     used from a single event loop."""
@@ -123,15 +85,16 @@ class JudgeEndpoint:
         if not (settings.base_url or servers) or not settings.model:
             raise ValueError("a rubric needs a judge; set rewards.judge.base_url and model")
         self._settings = settings
-        variable = settings.api_key_env
-        key = os.environ.get(variable, "").strip()
-        if variable and not key:
-            raise ValueError(f"rewards.judge.api_key_env: export the judge's key in {variable}")
-        self._backends = [_Backend(server.key, server) for server in servers]
-        if not servers:
-            self._backends = [_Backend(key)]
-            self._connect(self._backends[0], settings.base_url)
-        self._changed = asyncio.Condition()
+        self.counts = Counts()
+        self.pool = ServerPool(
+            settings.base_url,
+            servers,
+            section="rewards.judge",
+            api_key_env=settings.api_key_env,
+            max_concurrent=settings.max_concurrent,
+            timeout_s=settings.timeout_s,
+            counts=self.counts,
+        )
         self._cache = _ReplyCache(settings.cache_dir)
         self._chats = None
         if settings.chats:
@@ -142,13 +105,6 @@ class JudgeEndpoint:
             except OSError as error:
                 raise ValueError(f"rewards.judge.chats cannot be written: {error}") from error
         self._in_flight: dict[str, asyncio.Task[str]] = {}
-        self._stopped = ""
-        self.counts = Counts()
-
-    def stop(self, reason: str) -> RewardStopped:
-        """Reject all further calls. Returns the error they will raise."""
-        self._stopped = self._stopped or reason
-        return RewardStopped(self._stopped)
 
     async def ask(self, question: Question[T], *, sample: int = 0, fresh: bool = False) -> T:
         """Return the judge's response to a question. Later calls with the same `sample` return the
@@ -178,139 +134,30 @@ class JudgeEndpoint:
     async def close(self) -> None:
         for task in self._in_flight.values():
             task.cancel()
-        for backend in self._backends:
-            if backend.client:
-                await backend.client.close()
+        await self.pool.close()
         self._cache.close()
         if self._chats:
             self._chats.close()
 
-    async def locate_all(self) -> int:
-        """Wait until all servers are up, and return how many there are. Raises RewardStopped if a
-        server fails."""
-        await asyncio.gather(*(self._start_lookup(backend) for backend in self._backends))
-        lost = (backend.lost for backend in self._backends if backend.lost)
-        if reason := self._stopped or next(lost, ""):
-            raise self.stop(reason)
-        return len(self._backends)
-
-    def _connect(self, backend: _Backend, url: str) -> None:
-        timeout_s = self._settings.timeout_s
-        backend.url, backend.failures, backend.rests_until = url, 0, 0.0
-        backend.client = AsyncOpenAI(
-            base_url=url,
-            # Never the library's default OPENAI_API_KEY, which is meant for another service.
-            api_key=backend.key or "none",
-            max_retries=0,  # retries are counted by reason and against `max_calls`
-            timeout=Timeout(timeout_s, connect=min(_CONNECT_TIMEOUT_S, timeout_s)),
-            # A server inside the cluster is not behind the proxy.
-            http_client=bounded_http(trust_env=backend.server is None),
-        )
-
-    def _start_lookup(self, backend: _Backend) -> asyncio.Task[None]:
-        """Start looking up a server's URL. Restarts the server if it has died."""
-        if backend.lookup is None:
-            backend.lookup = asyncio.create_task(self._update_url(backend))
-        return backend.lookup
-
-    async def _update_url(self, backend: _Backend) -> None:
-        try:
-            url = await asyncio.to_thread(backend.server.url) if backend.server else backend.url
-            if url != backend.url:  # calls in flight on the old client fail
-                self.counts.restarts += bool(backend.url)
-                self._connect(backend, url)
-        except Exception as error:  # Ray's errors and timeouts as well
-            url, backend.url, backend.lost = backend.url, "", str(error) or repr(error)
-            if all(each.lost for each in self._backends):
-                self.stop(backend.lost)
-            else:
-                log.warning(
-                    "judge server %s gets no more requests; the other servers take them: %s",
-                    url or "without a URL",
-                    backend.lost,
-                )
-        backend.lookup = None
-        async with self._changed:
-            self._changed.notify_all()
-
-    def _choose(self, avoided: _Backend | None) -> _Backend | None:
-        """Return the server with the fewest calls in flight, or None if all servers are full or
-        down. `avoided` is chosen only if no other server is free. Failing servers get one call at a
-        time after a rest, unless all servers are failing."""
-        running: list[_Backend] = []
-        for backend in self._backends:
-            if backend.url and not backend.lookup:
-                running.append(backend)
-            elif not backend.url and not backend.lost:
-                self._start_lookup(backend)
-        if not all(backend.failing for backend in running):
-            now = time.monotonic()
-            running = [
-                backend
-                for backend in running
-                if not backend.failing or (not backend.calls and now >= backend.rests_until)
-            ]
-        free = [backend for backend in running if backend.calls < self._settings.max_concurrent]
-        return min(free, key=lambda one: (one is avoided, one.calls), default=None)
-
-    @asynccontextmanager
-    async def _acquire_server(self, avoided: _Backend | None) -> AsyncGenerator[_Backend]:
-        """Wait for a server with a free slot, preferring servers other than `avoided`. The calls in
-        flight and the lookups of URLs, one of which has to end first, have their own deadlines."""
-        started, backend = time.monotonic(), None
-        async with self._changed:
-            while not self._stopped and (backend := self._choose(avoided)) is None:
-                await self._changed.wait()
-        if backend is None:
-            raise RewardStopped(self._stopped)
-        self.counts.queue_s = self.counts.queue_s.merge(Mean(time.monotonic() - started, 1))
-        backend.calls += 1
-        try:
-            yield backend
-        finally:
-            backend.calls -= 1
-            everyone = self._stopped or backend.failing or backend.lookup
-            async with self._changed:
-                self._changed.notify(len(self._in_flight) if everyone else 1)
-
     async def _attempts(self, question: Question[Any], key: str) -> str:
-        attempt, backend = 0, None
+        attempt, server = 0, None
         while True:
-            # The slot is held during the pause, which slows all calls down if the server is busy.
-            async with self._acquire_server(backend) as backend:
-                client = backend.client
+            async with self.pool.acquire(server) as server:
+                client = server.client
                 try:
                     messages = question.messages(new_fence())
-                    content = await self._call(backend, question, messages)
-                    backend.failures = 0
+                    content = await self._call(server, question, messages)
+                    server.failures = 0
                     self._cache.put(key, content)
                     self._log_chat(messages, content)
                     return content
                 except JudgeError as error:
-                    if backend.client is client:  # otherwise the server has been restarted
-                        self._count_failure(backend, error)
+                    self.pool.count_failure(server, client, error)
                     attempt += 1
                     if not error.retry or attempt > self._settings.retries:
                         raise
                     self.counts.retried[error.kind] += 1
-                    pause = _BACKOFF_S * 2 ** min(attempt - 1, 10)
-                    pause *= random.uniform(0.5, 1.5)
-                    await asyncio.sleep(min(max(pause, error.after_s), _MAX_PAUSE_S))
-
-    def _count_failure(self, backend: _Backend, error: JudgeError) -> None:
-        if not error.retry or error.kind == "busy":  # the server works
-            return
-        backend.failures += 1
-        if backend.failing and len(self._backends) > 1:
-            if time.monotonic() >= backend.rests_until:
-                log.warning(
-                    "judge server %s failed %d calls in a row and gets no requests for %.0f s: %s",
-                    backend.url,
-                    backend.failures,
-                    _REST_S,
-                    error,
-                )
-            backend.rests_until = time.monotonic() + _REST_S
+                    await self.pool.pause(attempt, error)
 
     def _log_chat(self, messages: list[dict[str, str]], reply: str) -> None:
         """Append a chat in the format of `keel sft`. Each chat is appended in a single write,
@@ -324,14 +171,14 @@ class JudgeEndpoint:
             log.warning("rewards.judge.chats cannot be written: %s", error)
 
     async def _call(
-        self, backend: _Backend, question: Question[Any], messages: list[dict[str, str]]
+        self, server: Server, question: Question[Any], messages: list[dict[str, str]]
     ) -> str:
-        settings, client = self._settings, backend.client
+        settings, client = self._settings, server.client
         assert client is not None
-        if self._stopped:
-            raise RewardStopped(self._stopped)
+        if self.pool.stopped:
+            raise RewardStopped(self.pool.stopped)
         if 0 < settings.max_calls <= self.counts.calls:
-            raise self.stop(
+            raise self.pool.stop(
                 f"the judge has been called rewards.judge.max_calls = {settings.max_calls} times; "
                 "raise it and rerun to resume from the last checkpoint"
             )
@@ -353,39 +200,9 @@ class JudgeEndpoint:
             question.read(content)
             return content
         except (TimeoutError, openai.APIError, BadReply) as error:
-            failure = self._failure(error)
-            if backend.server and not backend.lost and failure.kind in ("timeout", "unreachable"):
-                self._start_lookup(backend)  # its machine may be gone
-            raise failure from error
+            raise self.pool.failure_of(error) from error
         finally:
             self.counts.call_s = self.counts.call_s.merge(Mean(time.monotonic() - started, 1))
-
-    def _failure(self, error: Exception) -> JudgeError:
-        kind: FailureKind
-        retry, after_s = True, 0.0
-        cause = error if isinstance(error, _ReplyTooLarge) else error.__cause__
-        if isinstance(error, BadReply):
-            kind, reason = "invalid", f"invalid reply: {error}"
-        elif isinstance(error, openai.APIStatusError):
-            code, reason = error.status_code, f"HTTP {error.status_code}: {error.message}"
-            if code == 429 or code >= 500:
-                kind = "busy" if code == 429 else "server"
-                with suppress(ValueError):  # a date
-                    after_s = max(0.0, float(error.response.headers.get("retry-after", "0")))
-            elif code in _TOO_LONG_STATUSES and _TOO_LONG.search(error.message):
-                kind, retry = "too_long", False
-            else:
-                kind, retry = "refused", code in _RETRIED
-        elif isinstance(error, TimeoutError | openai.APITimeoutError):
-            kind, reason = "timeout", f"no reply within {self._settings.timeout_s:g} s"
-        elif isinstance(cause, _ReplyTooLarge):
-            kind, reason = "invalid", cause.message
-        else:
-            kind, reason = "unreachable", f"cannot be reached ({cause or error})"
-        for backend in self._backends:
-            reason = reason.replace(backend.key, "***") if backend.key else reason
-        reason = "".join(c if c.isprintable() else " " for c in reason[:300])
-        return JudgeError(kind, reason, retry=retry, after_s=after_s)
 
     def _read_content(self, body: str) -> str:
         try:
@@ -404,52 +221,3 @@ class JudgeEndpoint:
         if not isinstance(content, str) or any("\ud800" <= c <= "\udfff" for c in content):
             raise BadReply("no text in it")
         return content
-
-
-# --- HTTP with bounded replies ---
-
-# httpx, or the package that replaces it in newer releases of openai.
-_BASE = next(kind for kind in DefaultAsyncHttpxClient.__mro__ if kind.__name__ == "AsyncClient")
-_ByteStream: Any = importlib.import_module(_BASE.__module__.partition(".")[0]).AsyncByteStream
-
-
-class _ReplyTooLarge(APIConnectionError):
-    """Raised if a response is compressed or exceeds the size limit."""
-
-
-class _BoundedStream(_ByteStream):
-    def __init__(self, response: Any) -> None:
-        self._stream, self._request = response.stream, response.request
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        total = 0
-        async for chunk in self._stream:
-            total += len(chunk)
-            if total > _MAX_REPLY_BYTES:
-                message = f"the reply has more than {_MAX_REPLY_BYTES >> 20} MiB"
-                raise _ReplyTooLarge(message=message, request=self._request)
-            yield chunk
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
-
-async def _check_response_size(response: Any) -> None:
-    if response.headers.get("content-encoding", "identity") != "identity":
-        message = "the reply is compressed, although only identity encoding was accepted"
-        raise _ReplyTooLarge(message=message, request=response.request)
-    response.stream = _BoundedStream(response)
-
-
-def bounded_http(*, trust_env: bool = True) -> DefaultAsyncHttpxClient:
-    """Return an HTTP client that caps the size of responses, for `AsyncOpenAI(http_client=…)`.
-
-    It never follows redirects, because they could lead to hosts that aren't in the recipe. If
-    `trust_env` is set, it uses the proxies configured in the environment.
-    """
-    return DefaultAsyncHttpxClient(
-        trust_env=trust_env,
-        follow_redirects=False,
-        headers={"accept-encoding": "identity"},
-        event_hooks={"response": [_check_response_size]},
-    )

@@ -62,7 +62,7 @@ class JudgeService:
         async def ask_each() -> None:
             # Each server gets one of the requests, as long as it has the fewest.
             ask = partial(self._endpoint.ask, question, fresh=True)
-            samples = range(await self._endpoint.locate_all())
+            samples = range(await self._endpoint.pool.locate_all())
             await asyncio.gather(*(ask(sample=number) for number in samples))
 
         try:
@@ -150,7 +150,7 @@ class JudgeService:
         if excess:
             settings = self._settings
             where = f"at {settings.base_url}" if settings.base_url else f"{settings.model!r}"
-            raise self._endpoint.stop(
+            raise self._endpoint.pool.stop(
                 f"the judge {where} failed on {excess}, above rewards.judge.max_failure_fraction = "
                 f"{settings.max_failure_fraction:g}; last error: {result.reason}"
             )

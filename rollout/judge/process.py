@@ -33,6 +33,9 @@ _CPU_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 _HEALTH_TIMEOUT_S = 5.0
+_HANG_TIMEOUT_S = 60.0  # of a server that has started and may be busy
+LOST_TIMEOUT_S = _HANG_TIMEOUT_S + 30.0
+"""Upper bound in seconds for `VllmServer.lost`."""
 _POLL_S = 0.2
 STOP_TIMEOUT_S = 30.0
 _LOG_LINES = 30
@@ -133,9 +136,19 @@ class VllmServer:
             output.close()
         self._reaper.wait(STOP_TIMEOUT_S)
 
-    def _is_healthy(self) -> bool:
+    def lost(self) -> str:
+        """The reason why the server has to be restarted, which is that it exited or hangs, or "" if
+        it responds."""
+        if reason := self.ended():
+            return reason
+        if self._is_healthy(_HANG_TIMEOUT_S):
+            return ""
+        reason = f"its health check failed or took more than {_HANG_TIMEOUT_S:g} s"
+        return self.ended() or f"{reason}\n{self._log_excerpt()}"
+
+    def _is_healthy(self, timeout_s: float = _HEALTH_TIMEOUT_S) -> bool:
         try:
-            with _NO_PROXY.open(f"{self._address}/health", timeout=_HEALTH_TIMEOUT_S) as reply:
+            with _NO_PROXY.open(f"{self._address}/health", timeout=timeout_s) as reply:
                 return reply.status == 200
         except (OSError, http.client.HTTPException):
             return False

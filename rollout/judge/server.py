@@ -1,5 +1,5 @@
 """Runs the judge model on vLLM servers on the cluster's nodes. For each server, the driver holds a
-`JudgeServer` that restarts it if it dies. This module does not import vLLM."""
+`JudgeServer` that restarts it if it dies or hangs. This module does not import vLLM."""
 
 import contextlib
 import logging
@@ -17,13 +17,13 @@ from ray.util import get_node_ip_address
 
 from keel.configs.schema import JudgeConfig
 from keel.model import ray_timeouts
-from keel.rollout.judge.process import STOP_TIMEOUT_S, VllmServer
+from keel.rollout.judge.process import LOST_TIMEOUT_S, STOP_TIMEOUT_S, VllmServer
 
 MAX_RESTARTS, RECENT_S = 3, 3 * 3600.0
 """Maximum number of restarts within `RECENT_S` seconds. If the server then dies again, it is given
 up, and the run fails if no other judge server is left."""
 _REPLY_S = 30.0
-"""Time limit in seconds for a call to the actor. Also added to the server's startup timeout."""
+"""Seconds added to the server's startup timeout."""
 _PLACED_S = 1.0
 """Seconds to wait for an actor to answer. If it does not, Ray has presumably not scheduled it yet,
 so it has no server."""
@@ -96,11 +96,11 @@ class JudgeServer:
         return len(self._restarts)
 
     def url(self) -> str:
-        """Return the URL of the running server, restarting it first if it has died. Raises
+        """Return the URL of the running server, restarting it first if it has died or hangs. Raises
         RuntimeError with the end of the server's log if it can't be started."""
         with self._lock:
             if self._url:
-                reason = self._ended()
+                reason = self._lost()
                 if not reason:
                     return self._url
                 now = time.monotonic()
@@ -112,7 +112,7 @@ class JudgeServer:
                     )
                 self._url = ""
                 self._restarts.append(now)
-                log.warning("judge server died and is restarted: %s", reason)
+                log.warning("judge server is restarted: %s", reason)
                 ray_timeouts.kill(self._actor)
                 self._launch()
             self._url = self._wait()
@@ -154,9 +154,10 @@ class JudgeServer:
             reason = f"no answer within {limit:.0f} s; is there room in the cluster?"
         raise RuntimeError(f"the judge server (rewards.judge.server) did not start: {reason}")
 
-    def _ended(self) -> str:
+    def _lost(self) -> str:
         try:
-            return str(ray_timeouts.get(ray_timeouts.call(self._actor.ended), seconds=_REPLY_S))
+            lost = ray_timeouts.call(self._actor.lost)
+            return str(ray_timeouts.get(lost, seconds=LOST_TIMEOUT_S))
         except RayActorError as error:
             return f"its actor died: {error}"
         except GetTimeoutError:

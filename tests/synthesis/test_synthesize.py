@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import signal
@@ -35,6 +36,7 @@ from keel.synthesis.author import (
 from keel.synthesis.general.pipeline import _number_function, _split_sections
 from keel.synthesis.ledger import Ledger, Rejected
 from tests.rewards.judge.judge_server import Reply, Server, running
+from tests.rewards.judge.process_server import process_of
 from tests.synthesis.authors import ScriptedAuthor, completion, replied
 from tests.waiting import PATIENCE_S
 
@@ -270,6 +272,18 @@ def test_lost_author_reports_no_key(
         raise ask(author)[0]  # type: ignore[misc]
     assert "s3cret" not in str(caught.value)
     assert bool(kept) == billed  # late ones may have been computed
+
+
+@pytest.mark.e2e
+def test_stopped_server_leaves_its_requests_to_another() -> None:
+    with process_of("a task") as (first, pid), process_of("a task") as (second, _):
+        os.kill(pid, signal.SIGSTOP)
+        both = Server(words, url=f"{first} {second}")
+        author, kept = author_of(both, retries=1, timeout_s=5.0, max_concurrent=2)
+        replies = ask(author, times=6)
+    assert [one.content for one in replies if isinstance(one, Parsed)] == ["a task"] * 6
+    lost = author._pool.servers[0].failures
+    assert lost >= 2 and len(kept) == 6 + lost, "calls that time out are paid for"
 
 
 def test_overlong_conversation_is_truncated(endpoint: Server) -> None:

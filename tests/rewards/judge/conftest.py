@@ -2,9 +2,9 @@
 
 import pytest
 
-from keel.rewards.judge import client
+from keel.rewards.judge import servers
 
 
 @pytest.fixture(autouse=True)
 def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_BACKOFF_S", 0.005)
+    monkeypatch.setattr(servers, "_BACKOFF_S", 0.005)

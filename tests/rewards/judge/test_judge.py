@@ -4,6 +4,8 @@ import asyncio
 import gzip
 import itertools
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ import pytest
 from keel.configs.schema import ConversationsConfig
 from keel.data.conversations.load import read_conversations
 from keel.rewards.failures import RewardStopped
-from keel.rewards.judge import client
+from keel.rewards.judge import servers
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import Counts, JudgeError, Judgement
 from keel.rewards.text import final_text, thinking_text
@@ -37,6 +39,7 @@ from tests.rewards.judge.judge_server import (
     scripted,
     settings,
 )
+from tests.rewards.judge.process_server import process_of
 from tests.waiting import PATIENCE_S, wait_for
 
 THINKING = {"name": "doubt", "text": "says perhaps", "weight": 1, "thinking": True}
@@ -226,7 +229,7 @@ def test_long_completion_scores_zero_long_task_fails(
 
 
 def test_replies_are_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_MAX_REPLY_BYTES", 1 << 20)
+    monkeypatch.setattr(servers, "_MAX_REPLY_BYTES", 1 << 20)
     packed = gzip.compress(b"x" * 1000).decode("latin-1")
     for reply, message in (
         (says("x" * (2 << 20)), "MiB"),
@@ -310,7 +313,7 @@ def test_other_servers_go_on_without_a_lost_one() -> None:
         with JudgeService(config, servers=servers) as service:
             for number in range(6):
                 judged(service, f"blue {number}")
-            wait_for(lambda: service._endpoint._backends[0].lost)
+            wait_for(lambda: service._endpoint.pool.servers[0].lost)
             judged(service, "green")
         assert len(fine.requests) == 7
         with (
@@ -322,8 +325,8 @@ def test_other_servers_go_on_without_a_lost_one() -> None:
 
 @pytest.mark.parametrize("broken", [says("garbage"), Reply("", hang_up=True), Reply("", 500)])
 def test_failing_server_rests(monkeypatch: pytest.MonkeyPatch, broken: Reply) -> None:
-    monkeypatch.setattr("keel.rewards.judge.client._MAX_FAILURES", 2)
-    monkeypatch.setattr("keel.rewards.judge.client._BACKOFF_S", 0.001)
+    monkeypatch.setattr("keel.rewards.judge.servers._MAX_FAILURES", 2)
+    monkeypatch.setattr("keel.rewards.judge.servers._BACKOFF_S", 0.001)
     config = settings("http://unused", base_url="", serve=True, max_concurrent=1)
     with running(lambda _: broken) as failing, running(good) as fine:
         servers = [Moving(*[failing.url] * 99), Moving(*[fine.url] * 99)]
@@ -332,16 +335,36 @@ def test_failing_server_rests(monkeypatch: pytest.MonkeyPatch, broken: Reply) ->
                 judged(service, f"blue {number}")
             assert (len(failing.requests), len(fine.requests)) == (2, 8)
             failing.behave = good
-            for backend in service._endpoint._backends:
+            for backend in service._endpoint.pool.servers:
                 backend.rests_until = 0.0
             for number in range(8):
                 judged(service, f"red {number}")
             assert len(failing.requests) > 4, "it works again"
 
 
+@pytest.mark.e2e
+def test_stopped_server_rests_and_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keel.rewards.judge.servers._MAX_FAILURES", 2)
+    text = json.dumps({"c1": MET, "c2": MET})
+    with process_of(text) as (first, pid), process_of(text) as (second, _):
+        config = settings(f"{first} {second}", timeout_s=5.0, retries=1)
+        with JudgeService(config) as service:
+            stopped, fine = service._endpoint.pool.servers
+            os.kill(pid, signal.SIGSTOP)
+            futures = [service.submit(PROMPT, f"blue {number}") for number in range(6)]
+            assert all(isinstance(future.result(PATIENCE_S), Judgement) for future in futures)
+            assert stopped.failing and not fine.failures
+            judged(service, "green")
+            assert service.counts().retried == {"timeout": stopped.failures}
+            os.kill(pid, signal.SIGCONT)
+            stopped.rests_until = 0.0
+            judged(service, "red")
+            assert not stopped.failing
+
+
 def test_restarted_server_gets_requests_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keel.rewards.judge.client._MAX_FAILURES", 1)
-    monkeypatch.setattr("keel.rewards.judge.client._BACKOFF_S", 0.001)
+    monkeypatch.setattr("keel.rewards.judge.servers._MAX_FAILURES", 1)
+    monkeypatch.setattr("keel.rewards.judge.servers._BACKOFF_S", 0.001)
     barrier, full, late = threading.Barrier(3), threading.Event(), threading.Event()
 
     def die(request: dict[str, Any]) -> Reply:
@@ -361,7 +384,7 @@ def test_restarted_server_gets_requests_at_once(monkeypatch: pytest.MonkeyPatch)
         servers = [dying, Moving(*[fine.url] * 9)]
         with JudgeService(config, servers=servers) as service:
             futures = [service.submit(PROMPT, f"blue {number}") for number in range(6)]
-            wait_for(lambda: service._endpoint._backends[0].failing)
+            wait_for(lambda: service._endpoint.pool.servers[0].failing)
             dying.ready.set()
             wait_for(lambda: service.counts().restarts == 1)
             wait_for(lambda: sum(future.done() for future in futures) == 5)
@@ -479,7 +502,7 @@ def test_pauses_double_and_vary_by_half(server: Server, monkeypatch: pytest.Monk
         patch.setattr(asyncio, "sleep", record)
         for end in (0, 1):  # of the range of the random factor
             pick = SimpleNamespace(uniform=lambda *ends, end=end: ends[end])
-            patch.setattr("keel.rewards.judge.client.random", pick)
+            patch.setattr("keel.rewards.judge.servers.random", pick)
             judge(settings(server.url), [f"blue {end}"])
     assert pauses == pytest.approx([0.0025, 0.005, 0.0075, 0.015])
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,6 +125,20 @@ def test_end_is_reported_without_a_log(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "log").unlink()
     with pytest.raises(RuntimeError, match=r"it ended \(exit status 0\)"):
         server.wait(PATIENCE_S)
+
+
+def test_hang_counts_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_MODULE", "tests.rewards.judge.process_server")
+    server = process.VllmServer(
+        {"model": "m"}, gpu=True, threads=1, kv_cache_gib=1, host="127.0.0.1", log=tmp_path / "log"
+    )
+    server.wait(PATIENCE_S)
+    assert server.lost() == ""
+    monkeypatch.setattr(process, "_HANG_TIMEOUT_S", 0.5)
+    with pytest.raises(TimeoutError):
+        urllib.request.urlopen(server.url.replace("/v1", "/hang"), timeout=0.5)
+    assert "health check" in server.lost() and server.ended() == ""
+    server.stop()
 
 
 STARTS_THREE = """
