@@ -184,8 +184,8 @@ class TrainBatch:
     denominator of the indexer's loss (`keel.model.sparse`)."""
     split_sequences: int = 0
     """P, the number of trajectories that span several micro-batches, over all replicas."""
-    scored_first: tuple[MicroBatch, ...] = ()
-    """Micro-batches to score without gradient before training on `micro_batches`. They contain the
+    mask_pass: tuple[MicroBatch, ...] = ()
+    """Micro-batches for a forward pass without gradient before `micro_batches`. They contain the
     segments of split trajectories that the sequence mask may drop, because the mask depends on the
     whole trajectory (`keel.rl.offpolicy.GapTotals`). All replicas have the same number."""
     signal: bool = True
@@ -229,7 +229,7 @@ def plan_packing(
     replicas: int,
     micro_batch_tokens: int,
     skip_uniform_groups: bool = False,
-    sequence_mask: bool = True,
+    mask_delta: float | None = None,
     share_prompts: bool = False,
     watched: Sequence[Segment] = (),
     references: Mapping[str, int] | None = None,
@@ -242,8 +242,8 @@ def plan_packing(
 
     A trajectory that fits into a micro-batch is never split, because the sequence mask needs all of
     it. The segments of a longer trajectory may go to any replica, and those without sampled tokens
-    are omitted. With `sequence_mask` (used if `algorithm.mask_delta` is set), the segments of split
-    trajectories with a negative advantage are also added to `scored_first`.
+    are omitted. With `mask_delta` (`algorithm.mask_delta`), the segments of split
+    trajectories with a negative advantage are also added to `mask_pass`.
 
     All groups have the same weight, regardless of how many trajectories they lost (Eq. 5). With B
     trajectories in n non-empty groups, a trajectory in a group of size G_i has the weight B / (n
@@ -293,16 +293,16 @@ def plan_packing(
     )
     layout: Any = {"replicas": replicas, "capacity": micro_batch_tokens}
     trained = arrange(items, share_prompts=share_prompts, **layout)
-    scored: list[tuple[MicroBatchPlan, ...]] = [()] * replicas
+    forward: list[tuple[MicroBatchPlan, ...]] = [()] * replicas
     maskable = [[one for one in group if one.split >= 0 and one.advantage < 0] for group in items]
-    if sequence_mask and any(maskable):
-        scored = arrange(maskable, **layout)
+    if mask_delta is not None and any(maskable):
+        forward = arrange(maskable, **layout)
     recorded = _Recorded.of(s for g in sampled for t in g.group.trajectories for s in t.segments)
     numbers = {id(segment): number for number, segment in enumerate(watched)}
     return [
         PackPlan(
             micro_batches=plans,
-            scored_first=first,
+            mask_pass=mask_pass,
             recorded=recorded,
             watched=tuple(
                 (numbers[id(s)], s) for s in _segments(chain(*plans)) if id(s) in numbers
@@ -314,7 +314,7 @@ def plan_packing(
                 "signal": any(not group.idle for group in sampled),
             },
         )
-        for plans, first in zip(trained, scored, strict=True)
+        for plans, mask_pass in zip(trained, forward, strict=True)
     ]
 
 
@@ -351,7 +351,7 @@ class PackPlan:
     that recordings do not pass through the driver."""
 
     micro_batches: tuple[MicroBatchPlan, ...]
-    scored_first: tuple[MicroBatchPlan, ...] = ()
+    mask_pass: tuple[MicroBatchPlan, ...] = ()
     recorded: _Recorded = field(default_factory=_Recorded)
     watched: tuple[tuple[int, Segment], ...] = ()
     """The watched segments among them and their indices in `watched`."""
@@ -362,16 +362,16 @@ class PackPlan:
     @property
     def keys(self) -> set[Any]:
         """Keys of the stored recordings that `pack` needs."""
-        parts = chain(*self.micro_batches, *self.scored_first)
+        parts = chain(*self.micro_batches, *self.mask_pass)
         return {key for segment in _segments(parts) for key in segment.keys}
 
     def pack(self, recordings: Mapping[Any, Recordings] = MappingProxyType({})) -> TrainBatch:
         """Build the micro-batches. `recordings` maps `keys` to the stored recordings."""
-        trained, scored = (
+        trained, forward = (
             tuple(self._join(plan, recordings) for plan in plans)
-            for plans in (self.micro_batches, self.scored_first)
+            for plans in (self.micro_batches, self.mask_pass)
         )
-        return TrainBatch(micro_batches=trained, scored_first=scored, **self.totals)
+        return TrainBatch(micro_batches=trained, mask_pass=forward, **self.totals)
 
     def _join(
         self, groups: Sequence[PrefixGroup], recordings: Mapping[Any, Recordings]

@@ -217,15 +217,16 @@ class Learner:
             self._call_all("recompute", now[1], deadline=deadline)
         self._config = config
 
-    def score(
+    def evaluate_nll(
         self,
         plans: Sequence[Mapping[str, PackPlan]],
         should_abort: Callable[[], bool] = never_abort,
     ) -> dict[str, Metric]:
-        """Score named sets of conversations, planned for each data-parallel replica. Returns
-        `<name>/nll` for each set, or an empty dict if `should_abort()` returns True. Each call to
-        the ranks scores a single micro-batch, so that it finishes within the timeout for a step."""
-        scored: list[dict[str, Metric]] = []
+        """Compute the mean negative log-likelihood of named sets of conversations, planned for each
+        data-parallel replica. Returns `<name>/nll` for each set, or an empty dict if
+        `should_abort()` returns True. Each call to the ranks evaluates a single micro-batch, so
+        that it finishes within the timeout for a step."""
+        parts: list[dict[str, Metric]] = []
         for name in plans[0] if plans else ():
             rows = zip(*(own[name].micro_batches for own in plans), strict=True)
             for row in rows:
@@ -235,9 +236,9 @@ class Learner:
                     {name: replace(own[name], micro_batches=(one,))}
                     for own, one in zip(plans, row, strict=True)
                 ]
-                what = f"scoring conversations of {name}"
-                scored += self._call_replicas("score", pieces, what)
-        return merge(scored)
+                what = f"evaluating conversations of {name}"
+                parts += self._call_replicas("evaluate_nll", pieces, what)
+        return merge(parts)
 
     def put_engines_to_sleep(self) -> None:
         ray_timeouts.await_future(self._put_to_sleep())
@@ -443,7 +444,7 @@ def plan_batches(
             replicas=trainer.data_parallel,
             micro_batch_tokens=trainer.micro_batch_tokens,
             skip_uniform_groups=algorithm.skip_uniform_groups,
-            sequence_mask=algorithm.mask_delta is not None,
+            mask_delta=algorithm.mask_delta,
             share_prompts=trainer.share_prompts,
             watched=watched,
             references=references,
@@ -634,11 +635,11 @@ class TrainerWorker:
     def recompute(self, keep_attention: bool) -> None:
         self.engine.recompute(keep_attention=keep_attention)
 
-    def score(self, plans: Mapping[str, PackPlan]) -> dict[str, Metric]:
+    def evaluate_nll(self, plans: Mapping[str, PackPlan]) -> dict[str, Metric]:
         return {
             f"{name}/{metric}": value
             for name, plan in plans.items()
-            for metric, value in self.engine.score(plan.pack()).items()
+            for metric, value in self.engine.evaluate_nll(plan.pack()).items()
         }
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:

@@ -120,7 +120,7 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
         if parts.should_abort():
             return {}
         parts.journal.begin("measuring")
-        return _evaluation_metrics(learner.score(heldout, parts.should_abort))
+        return _evaluation_metrics(learner.evaluate_nll(heldout, parts.should_abort))
 
     # Before the first step, or if the evaluation of `start` was cut off.
     due = not start or (evaluation_due(run, start) and not parts.journal.evaluated(start))

@@ -108,13 +108,16 @@ class LocalLearner:
             gave_up=self.engine.gave_up,
         )
 
-    def score(
+    def evaluate_nll(
         self, plans: Sequence[Mapping[str, PackPlan]], hurry: Callable[[], bool] = never_abort
     ) -> dict[str, Metric]:
         if hurry():
             return {}
         return merge(
-            {f"{name}/{metric}": value for metric, value in self.engine.score(plan.pack()).items()}
+            {
+                f"{name}/{metric}": value
+                for metric, value in self.engine.evaluate_nll(plan.pack()).items()
+            }
             for name, plan in (plans[0] if plans else {}).items()
         )
 

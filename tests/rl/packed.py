@@ -20,7 +20,7 @@ MASK_DELTA = 0.5
 
 def pack(groups: Sequence[ScoredGroup], **options: Any) -> list[TrainBatch]:
     """Pack the groups of one optimizer step into one `TrainBatch` per replica."""
-    return [plan.pack() for plan in plan_packing(groups, **options)]
+    return [plan.pack() for plan in plan_packing(groups, **{"mask_delta": MASK_DELTA, **options})]
 
 
 def micro_batches(batches: Sequence[TrainBatch]) -> list[MicroBatch]:
@@ -54,7 +54,7 @@ def trained(
 ) -> dict[str, float]:
     """Accumulate the gradient of a step in `table`, like `keel.trainer.engine`; return metrics."""
     split, seen = (GapTotals(batches[0].split_sequences) for _ in range(2))
-    for micro_batch in (first for batch in batches for first in batch.scored_first):
+    for micro_batch in (first for batch in batches for first in batch.mask_pass):
         Rows(micro_batch, table).add_to(split)
     parts: list[Mapping[str, Metric]] = []
     for batch in batches:

@@ -232,11 +232,9 @@ def test_splitting_changes_neither_loss_nor_metrics(seed, capacity, replicas, de
     groups = long_groups(seed)
     tables = [fresh_table(torch.float32) for _ in range(3)]
     whole = pack(groups, replicas=1, micro_batch_tokens=10**6)
-    tiny = pack(
-        groups, replicas=replicas, micro_batch_tokens=capacity, sequence_mask=delta is not None
-    )
-    assert delta is not None or not any(batch.scored_first for batch in tiny)
-    assert whole[0].split_sequences == 0 and not whole[0].scored_first
+    tiny = pack(groups, replicas=replicas, micro_batch_tokens=capacity, mask_delta=delta)
+    assert delta is not None or not any(batch.mask_pass for batch in tiny)
+    assert whole[0].split_sequences == 0 and not whole[0].mask_pass
     expected = trained(whole, tables[0], mask_delta=delta)
     actual = trained(tiny, tables[1], mask_delta=delta)
     assert actual == pytest.approx(expected, rel=1e-6, abs=1e-6)
@@ -247,15 +245,15 @@ def test_splitting_changes_neither_loss_nor_metrics(seed, capacity, replicas, de
     torch.testing.assert_close(tables[1].grad, tables[2].grad, rtol=1e-5, atol=1e-7)
 
 
-def test_only_maskable_segments_are_scored_first() -> None:
+def test_only_maskable_segments_join_the_mask_pass() -> None:
     long = [trajectory(*(segment(20 * s + 5 * w, 5) for w in range(4)), sibling=s) for s in (0, 1)]
     batches = pack([scored(long, [0.0, 1.0])], replicas=3, micro_batch_tokens=7)
     assert {len(batch.micro_batches) for batch in batches} == {3}
-    assert {len(batch.scored_first) for batch in batches} == {2}
-    ids = [int(t) for b in batches for one in b.scored_first for t in one.token_ids_N]
+    assert {len(batch.mask_pass) for batch in batches} == {2}
+    ids = [int(t) for b in batches for one in b.mask_pass for t in one.token_ids_N]
     assert sorted(ids) == sorted([*range(20), 0, 0])
     winners = pack([scored(long, [0.0, 0.0])], replicas=3, micro_batch_tokens=7)
-    assert {len(batch.scored_first) for batch in winners} == {0}
+    assert {len(batch.mask_pass) for batch in winners} == {0}
 
 
 def test_split_trajectories_drop_segments_without_samples() -> None:

@@ -94,7 +94,7 @@ def test_trajectories_stay_whole_within_capacity(seed, replicas, capacity) -> No
     batches = pack(groups, replicas=replicas, micro_batch_tokens=capacity)
     assert len(batches) == replicas
     assert len({len(batch.micro_batches) for batch in batches}) == 1
-    assert len({len(batch.scored_first) for batch in batches}) == 1
+    assert len({len(batch.mask_pass) for batch in batches}) == 1
     assert {batch.total_sequences for batch in batches} == {12}
     owner = {
         int(token): (index, float(advantage), group.group.prompt.kl_coef, answer.sampled_tokens)

@@ -53,7 +53,8 @@ class Ranks:
         """The rank and arguments of each call."""
         calls = [SimpleNamespace(remote=partial(self._call, rank)) for rank in self._answers]
         self._actors = [
-            SimpleNamespace(pack=call, step=call, score=call, send_weights=call) for call in calls
+            SimpleNamespace(pack=call, step=call, evaluate_nll=call, send_weights=call)
+            for call in calls
         ]
         patch.setattr(ray_timeouts, "wait", self._wait)
         patch.setattr(ray_timeouts, "get", self._get)
@@ -180,33 +181,33 @@ def test_ranks_score_the_plan_of_their_replica(monkeypatch: pytest.MonkeyPatch) 
     plans = plan_sft(examples, replicas=2, micro_batch_tokens=5)
     whole = [[m.token_ids_N[0] for m in plan.pack().micro_batches] for plan in plans]
     assert [len(ids) for ids in whole] == [2, 2]
-    assert values(learner.score([{"s": plan} for plan in plans])) == {"s/nll": 2.0}
+    assert values(learner.evaluate_nll([{"s": plan} for plan in plans])) == {"s/nll": 2.0}
     received: list[list[int]] = [[] for _ in range(4)]
     for rank, own in ranks.calls:
         (micro,) = own["s"].pack().micro_batches
         received[rank].append(micro.token_ids_N[0])
     assert received == [whole[0], whole[0], whole[1], whole[1]]
-    assert learner.score([{"s": plan} for plan in plans], lambda: True) == {}
+    assert learner.evaluate_nll([{"s": plan} for plan in plans], lambda: True) == {}
 
 
-def scored_first(config: Config) -> list[list[int]]:
+def mask_passes(config: Config) -> list[list[int]]:
     """Forward-only passes of each group of ranks, per update."""
     pair = [trajectory(*(segment(20 * s + 5 * w, 5) for w in range(4)), sibling=s) for s in (0, 1)]
     groups = [scored(pair, [0.0, 1.0]), scored(pair, [1.0, 1.0], kl_coef=0.1)]
 
     def passes(batch: TrainBatch) -> int:
         assert batch.split_sequences in (0, 2)
-        return len(batch.scored_first)
+        return len(batch.mask_pass)
 
     return [[passes(plan.pack()) for plan in plans] for plans in plan_batches(groups, config)]
 
 
-def test_split_trajectories_are_scored_first() -> None:
+def test_split_trajectories_need_a_mask_pass() -> None:
     config = make_config(4, 1, tokens=10, sequence_parallel=2)
     config = replace(config, algorithm=replace(config.algorithm, updates_per_batch=2))
-    assert scored_first(config) == [[1, 0], [1, 0]]
+    assert mask_passes(config) == [[1, 0], [1, 0]]
     without = replace(config, algorithm=replace(config.algorithm, mask_delta=None))
-    assert scored_first(without) == [[0, 0], [0, 0]]
+    assert mask_passes(without) == [[0, 0], [0, 0]]
 
 
 def test_failed_start_is_a_worker_loss() -> None:

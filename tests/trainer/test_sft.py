@@ -59,7 +59,7 @@ class Ranks:
         self.version += 1
         return StepResult(version=self.version, metrics={"loss": Sum(1.0)})
 
-    def score(
+    def evaluate_nll(
         self, plans: Sequence[Mapping[str, PackPlan]], hurry: Callable[[], bool], /
     ) -> dict[str, Metric]:
         return {f"{name}/nll": Mean(4.0 - self.version, 2) for name in plans[0]}

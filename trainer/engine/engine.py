@@ -352,15 +352,15 @@ class TrainerEngine:
         )
 
     def _split_gaps(self, batch: TrainBatch) -> SplitGaps:
-        """Score the batch's split trajectories ahead of an optimizer step. Collective."""
+        """Compute the mean gaps of split trajectories before an optimizer step. Collective."""
         gaps = SplitGaps(batch, self.device)
-        for micro_batch in batch.scored_first:
-            gaps.add(*self._score(micro_batch)[:2])
-        if batch.scored_first:
+        for micro_batch in batch.mask_pass:
+            gaps.add(*self._forward_only(micro_batch)[:2])
+        if batch.mask_pass:
             gaps.begin_step()
         return gaps
 
-    def _score(self, batch: MicroBatch) -> tuple[Inputs, Tensor, Tensor]:
+    def _forward_only(self, batch: MicroBatch) -> tuple[Inputs, Tensor, Tensor]:
         """Run a forward pass without gradients. Returns the inputs, the log-probabilities [R], and
         `PolicyOutput.held`."""
         inputs = Inputs.of(batch, self.device, self._shard)
@@ -421,13 +421,13 @@ class TrainerEngine:
         self._apply_gradients()
         self.findings += tracer.findings
 
-    def score(self, batch: TrainBatch) -> dict[str, Metric]:
+    def evaluate_nll(self, batch: TrainBatch) -> dict[str, Metric]:
         """Return `nll` for a batch of conversations, plus `indexer/held` during the indexer
         warmup."""
         self._offload.load()
         parts: list[dict[str, Metric]] = []
         for micro_batch in batch.micro_batches:
-            _, logp, held = self._score(micro_batch)
+            _, logp, held = self._forward_only(micro_batch)
             parts.append(_indexer_metrics(held))
             if self._shard.rank == 0:  # its group has the same log-probabilities
                 parts.append({"nll": Mean(-float(logp.double().sum()), len(logp))})
@@ -501,7 +501,7 @@ class SplitGaps:
         self._totals = GapTotals(count, device)
         self._before_P = torch.full((count,), torch.nan, dtype=torch.float64, device=device)
         """The means before the step. NaN for trajectories that the mask can never drop, and for all
-        of them if nothing was scored first."""
+        of them without `TrainBatch.mask_pass`."""
 
     def add(self, inputs: Inputs, logp: Tensor) -> None:
         # All ranks of a sequence-parallel group have the same.

@@ -83,7 +83,7 @@ def learning(stage: int, *, model: str = "untied", **changes: object) -> Scenari
             )[local].pack()
 
         def measured() -> dict[str, float]:
-            return values(ranks.merged(engine.score(packed(HELDOUT))))
+            return values(ranks.merged(engine.evaluate_nll(packed(HELDOUT))))
 
         before = measured()
         metrics = [
@@ -143,7 +143,7 @@ def training(
             groups = rollouts.groups(1 if step == 1 else 2, 3, kl_coef=kl_coef)
             batches = [ranks.batch(part, config) for part in split_updates(groups, updates)]
             passes: list[Any] = [None] * ranks.world_size
-            dist.all_gather_object(passes, [len(batch.scored_first) for batch in batches])
+            dist.all_gather_object(passes, [len(batch.mask_pass) for batch in batches])
             scored.append(passes)
             shared.append([any_shared(batch) for batch in batches])
             split.append([batch.split_sequences for batch in batches])
