@@ -5,7 +5,7 @@ rank builds the micro-batches of its replica with `PackPlan.pack`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.rl.prefix_sharing import MicroBatchPlan, PackItem, PrefixGroup, arrange, split_long
+from keel.rl.prefix_sharing import PackItem, PrefixGroup, arrange, split_long
 from keel.rl.types import NO_ROUTE, Recordings, SamplingMasks, ScoredGroup, Segment
 
 T = TypeVar("T", bound=np.generic)
@@ -293,56 +293,50 @@ def plan_packing(
     )
     layout: Any = {"replicas": replicas, "capacity": micro_batch_tokens}
     trained = arrange(items, share_prompts=share_prompts, **layout)
-    forward: list[tuple[MicroBatchPlan, ...]] = [()] * replicas
+    forward: list[tuple[tuple[PrefixGroup, ...], ...]] = [()] * replicas
     maskable = [[one for one in group if one.split >= 0 and one.advantage < 0] for group in items]
     if mask_delta is not None and any(maskable):
         forward = arrange(maskable, **layout)
-    recorded = _Recorded.of(s for g in sampled for t in g.group.trajectories for s in t.segments)
+    segments = [s for g in sampled for t in g.group.trajectories for s in t.segments]
+    routes_shape, selected_shape = _routes_shape(segments), _selected_shape(segments)
+    has_sampling_masks = any(segment.mask_sizes_T is not None for segment in segments)
     numbers = {id(segment): number for number, segment in enumerate(watched)}
     return [
         PackPlan(
             micro_batches=plans,
             mask_pass=mask_pass,
-            recorded=recorded,
+            total_sequences=total_sequences,
+            total_tokens=sum(one.tokens for each in trained for one in chain(*each)),
+            split_sequences=split,
+            signal=any(not group.idle for group in sampled),
+            routes_shape=routes_shape,
+            has_sampling_masks=has_sampling_masks,
+            selected_shape=selected_shape,
             watched=tuple(
                 (numbers[id(s)], s) for s in _segments(chain(*plans)) if id(s) in numbers
             ),
-            totals={
-                "total_sequences": total_sequences,
-                "total_tokens": sum(one.tokens for each in trained for one in chain(*each)),
-                "split_sequences": split,
-                "signal": any(not group.idle for group in sampled),
-            },
         )
         for plans, mask_pass in zip(trained, forward, strict=True)
     ]
 
 
-class _Recorded(NamedTuple):
-    """The recorded arrays that the micro-batches of a step have. They are the same in all
-    micro-batches, so that every rank runs the same code."""
-
-    routes: tuple[int, ...] | None = None  # (L, K), or None without routes
-    sampling_mask: bool = False
-    selected: tuple[int, int] | None = None
-    """(L, b) of the recorded sparse attention selections, or None without them."""
-
-    @staticmethod
-    def of(segments: Iterable[Segment]) -> _Recorded:
-        segments = [*segments]
-        routes = next((s.routes_shape for s in segments if s.routes_shape is not None), None)
-        for segment in segments:
-            _require(
-                segment.routes_shape == routes,
-                f"segment of {segment.prompt_id}: routes_TLK has (L, K) = {segment.routes_shape}, "
-                f"but another segment of the batch has {routes}. Record routes for all or for none",
-            )
-        shapes = [s.selected_shape for s in segments if s.selected_shape is not None]
-        return _Recorded(
-            routes=routes,
-            sampling_mask=any(segment.mask_sizes_T is not None for segment in segments),
-            selected=(shapes[0][0], max(width for _, width in shapes)) if shapes else None,
+def _routes_shape(segments: Sequence[Segment]) -> tuple[int, ...] | None:
+    """Return (L, K) of the recorded routes, or None without routes. Raises `ValueError` if they
+    differ or only some segments have routes."""
+    shape = next((s.routes_shape for s in segments if s.routes_shape is not None), None)
+    for segment in segments:
+        _require(
+            segment.routes_shape == shape,
+            f"segment of {segment.prompt_id}: routes_TLK has (L, K) = {segment.routes_shape}, "
+            f"but another segment of the batch has {shape}. Record routes for all or for none",
         )
+    return shape
+
+
+def _selected_shape(segments: Sequence[Segment]) -> tuple[int, int] | None:
+    """Return (L, b) of the recorded sparse attention selections, or None without them."""
+    shapes = [s.selected_shape for s in segments if s.selected_shape is not None]
+    return (shapes[0][0], max(width for _, width in shapes)) if shapes else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,13 +344,20 @@ class PackPlan:
     """What one data-parallel replica packs for an optimizer step. Its ranks do so themselves, so
     that recordings do not pass through the driver."""
 
-    micro_batches: tuple[MicroBatchPlan, ...]
-    mask_pass: tuple[MicroBatchPlan, ...] = ()
-    recorded: _Recorded = field(default_factory=_Recorded)
+    micro_batches: tuple[tuple[PrefixGroup, ...], ...]
+    mask_pass: tuple[tuple[PrefixGroup, ...], ...] = ()
+    total_sequences: int
+    total_tokens: int
+    split_sequences: int
+    signal: bool = True
+    routes_shape: tuple[int, ...] | None = None
+    """(L, K) of the recorded routes, or None without routes. Like the next two fields, it is the
+    same for all micro-batches of the step, so that every rank runs the same code."""
+    has_sampling_masks: bool = False
+    selected_shape: tuple[int, int] | None = None
+    """(L, b) of the recorded sparse attention selections, or None without them."""
     watched: tuple[tuple[int, Segment], ...] = ()
     """The watched segments among them and their indices in `watched`."""
-    totals: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The fields of `TrainBatch` that are the same for all replicas."""
     loss: Loss = "grpo"
 
     @property
@@ -371,7 +372,14 @@ class PackPlan:
             tuple(self._join(plan, recordings) for plan in plans)
             for plans in (self.micro_batches, self.mask_pass)
         )
-        return TrainBatch(micro_batches=trained, mask_pass=forward, **self.totals)
+        return TrainBatch(
+            micro_batches=trained,
+            total_sequences=self.total_sequences,
+            total_tokens=self.total_tokens,
+            split_sequences=self.split_sequences,
+            mask_pass=forward,
+            signal=self.signal,
+        )
 
     def _join(
         self, groups: Sequence[PrefixGroup], recordings: Mapping[Any, Recordings]
@@ -394,14 +402,14 @@ class PackPlan:
             return np.repeat(np.asarray(values, kind), lengths)
 
         routes, masks, selected = None, None, None
-        if (shape := self.recorded.routes) is not None:
+        if (shape := self.routes_shape) is not None:
             routes = joined(lambda segment: _routes(segment, shape))
-        if self.recorded.sampling_mask:
+        if self.has_sampling_masks:
             masks = SamplingMasks.concat(
                 [_sampling_masks(one.segment).slice(one.start, one.stop) for one in spans]
             )
-        if self.recorded.selected is not None:
-            layers, width = self.recorded.selected
+        if self.selected_shape is not None:
+            layers, width = self.selected_shape
             selected = joined(lambda segment: segment.selection(layers, width))
         references, splits = [item.reference for item in items], [item.split for item in items]
         follows = [span.follows for span in spans]
@@ -462,7 +470,7 @@ def _segments(groups: Iterable[PrefixGroup]) -> Iterator[Segment]:
 
 
 def _routes(segment: Segment, shape: tuple[int, ...]) -> NDArray[np.int16]:
-    if segment.routes_TLK is None:  # only padding: `_Recorded.of` rejects other segments
+    if segment.routes_TLK is None:  # only padding: `_routes_shape` rejects other segments
         return np.full((len(segment.token_ids_T), *shape), NO_ROUTE, np.int16)
     return segment.routes_TLK
 

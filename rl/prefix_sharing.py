@@ -102,20 +102,16 @@ def prefix_group_size(count: int, shared: int, whole: int) -> int:
     return shared + count * (whole - shared + shared // _KV_COPIES_PER_TOKEN + 1)
 
 
-MicroBatchPlan = tuple[PrefixGroup, ...]
-"""The contents of a micro-batch."""
-
-
 def arrange(
     groups: Sequence[Sequence[PackItem]],
     *,
     replicas: int,
     capacity: int,
     share_prompts: bool = False,
-) -> list[tuple[MicroBatchPlan, ...]]:
+) -> list[tuple[tuple[PrefixGroup, ...], ...]]:
     """Assign the items of completion groups to micro-batches of at most `capacity` tokens. Returns
-    the micro-batches of each data-parallel replica. With `share_prompts`, common prefixes are
-    packed once if that is faster."""
+    the micro-batches of each data-parallel replica, each as a tuple of prefix groups. With
+    `share_prompts`, common prefixes are packed once if that is faster."""
     members = [PrefixGroup((item,)) for group in groups for item in group]
     if share_prompts:
         members = _share_prefixes(groups, members, replicas, capacity)

@@ -83,12 +83,13 @@ def plan_sft(
         for example in examples
     ]
     (items,), split = split_long([whole], micro_batch_tokens)
-    totals = {
-        "total_sequences": len(examples),
-        "total_tokens": sum(item.tokens for item in items),
-        "split_sequences": split,
-    }
     return [
-        PackPlan(micro_batches=plans, totals=totals, loss="nll")
+        PackPlan(
+            micro_batches=plans,
+            total_sequences=len(examples),
+            total_tokens=sum(item.tokens for item in items),
+            split_sequences=split,
+            loss="nll",
+        )
         for plans in arrange([items], replicas=replicas, capacity=micro_batch_tokens)
     ]
