@@ -19,8 +19,8 @@ from keel.model.ray_timeouts import RayLost, Unanswered, lost_reason
 from keel.rl.types import ScoredGroup
 from keel.trainer import loop
 from keel.trainer.launch import Runtime, SftRuntime, launch, launch_sft
+from keel.trainer.learner import RetryOnOom
 from keel.trainer.nonfinite import SHOWN_FINDINGS
-from keel.trainer.placement.elastic import RetryOnOom
 from keel.trainer.placement.hardware import place
 from keel.trainer.placement.nodes import planned_hardware
 from keel.trainer.placement.step_time import token_flops

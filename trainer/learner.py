@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from keel.trainer.engine.engine import TrainerEngine
+    from keel.trainer.placement.elastic import OomRecovery
     from keel.weights.sender import Sender
 
 _STEP = "an optimizer step"
@@ -426,6 +427,42 @@ def _error_name(error: BaseException) -> str:
     """Return the class name of an error raised by a rank itself, or "" for an error raised by Ray.
     Ray has its own `OutOfMemoryError`, which means that a node ran out of host memory."""
     return "" if isinstance(error, RayError) else type(error).__name__
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryOnOom:
+    """Wraps a learner and retries steps that run out of memory."""
+
+    learner: Learner
+    recovery: OomRecovery
+    say: Callable[[str], object]
+
+    @property
+    def version(self) -> int:
+        return self.learner.version
+
+    def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
+        return self.attempt(lambda _: self.learner.step(groups))
+
+    def attempt(self, act: Callable[[Config], StepResult]) -> StepResult:
+        """Call `act` with configs that use less and less memory until the step fits."""
+        times = 0
+        while True:
+            try:
+                result = act(self.recovery.config)
+                break
+            except OutOfMemory as error:
+                if not error.dropped:
+                    raise
+                self.say(f"warning: {self.recovery.reduce_memory(error)}")
+                self.learner.apply_config(self.recovery.config)
+                times += 1
+        metrics = dict(result.metrics)
+        if times:
+            metrics["train/out_of_memory"] = Sum(float(times))
+        if self.recovery.fewer:
+            metrics["train/ranks"] = Sum(float(self.recovery.config.trainer.ranks))
+        return replace(result, metrics=metrics)
 
 
 def plan_batches(

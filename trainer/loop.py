@@ -53,8 +53,8 @@ class PolicyLearner(Protocol):
     def version(self) -> int: ...
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
-        """Train on a batch. `keel.trainer.placement.elastic.RetryOnOom` wraps a learner to repeat a
-        step that runs out of GPU memory."""
+        """Train on a batch. `keel.trainer.learner.RetryOnOom` wraps a learner to repeat a step that
+        runs out of GPU memory."""
         ...
 
 

@@ -12,7 +12,7 @@ An update makes these calls:
             Sender (rank)             calls RolloutWorker.update_from_rank on each of its engines;
                                       messages through a `Mailbox`;
                                       bytes through NCCL or gloo, or in place on a shared GPU
-            RolloutWorker             EngineThread.update_from_rank carries out each message
+            RolloutWorker             EngineThread.update_from_rank carries out each `Message`
           or, through the store       RolloutWorker.update_from_store on every engine;
                                       bytes through Ray's object store
     BatchStream.track_update          frees slots of the buffer once the update is done
@@ -22,10 +22,10 @@ Both paths end in the same calls on the engine: `begin_update`, `load_bucket` fo
 vLLM's workers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from keel.model import ray_timeouts
 
@@ -34,13 +34,31 @@ Transfer = Callable[[Mapping[int, Any]], Mapping[int, Future[int]]]
 future for each engine, which resolves to the version that it then samples from."""
 
 
+class _Learner(Protocol):
+    """The methods of `keel.trainer.learner.Learner` that an update calls."""
+
+    direct: bool
+
+    def put_engines_to_sleep(self) -> None: ...
+
+    def put_weights(self) -> Sequence[Any]: ...
+
+    def send_weights(self, engines: Mapping[int, Any]) -> Mapping[int, Future[int]]: ...
+
+
+class _Pool(Protocol):
+    """The method of `keel.rollout.pool.RolloutPool` that an update calls."""
+
+    def update(self, version: int, transfer: Transfer) -> Future[None]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSync:
     """Sends the trainer's weights to every engine: directly from the ranks if `Learner.direct` is
     set, otherwise through Ray's object store."""
 
-    learner: Any  # `keel.trainer.learner.Learner`
-    pool: Any  # `keel.rollout.pool.RolloutPool`
+    learner: _Learner
+    pool: _Pool
     set_version: Callable[[int], None] = lambda _: None
     """Called with the version just before the engines receive weights."""
 
@@ -58,7 +76,7 @@ class WeightSync:
         return self.pool.update(version, transfer)
 
     def _through_store(self, version: int) -> Transfer:
-        buckets = list(self.learner.put_weights())  # Ray copies each bucket to a node once
+        buckets = self.learner.put_weights()  # Ray copies each bucket to a node once
         return lambda engines: {
             index: ray_timeouts.call(actor.update_from_store, version, buckets).future()
             for index, actor in engines.items()

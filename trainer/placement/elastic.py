@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -23,8 +22,6 @@ from keel.configs.diff import diff_configs, flatten_config
 from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
 from keel.model.ray_timeouts import CALL_S, bounded
-from keel.rl.metrics import Sum
-from keel.rl.types import ScoredGroup, StepResult
 from keel.trainer.placement import hardware as hardware_rules
 from keel.trainer.placement.hardware import Hardware, Node, limit_nodes, place
 from keel.trainer.placement.layouts import Values, choose, update_choice, with_values, yaml_value
@@ -286,42 +283,6 @@ class OomRecovery:
             if value != getattr(before, name)
         )
         return f"{error}\nOut of memory: {changes}, for the rest of the run"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RetryOnOom:
-    """Wraps a learner and retries steps that run out of memory."""
-
-    learner: Any
-    recovery: OomRecovery
-    say: Callable[[str], object]
-
-    @property
-    def version(self) -> int:
-        return self.learner.version
-
-    def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
-        return self.attempt(lambda _: self.learner.step(groups))
-
-    def attempt(self, act: Callable[[Config], StepResult]) -> StepResult:
-        """Call `act` with configs that use less and less memory until the step fits."""
-        times = 0
-        while True:
-            try:
-                result = act(self.recovery.config)
-                break
-            except OutOfMemory as error:
-                if not error.dropped:
-                    raise
-                self.say(f"warning: {self.recovery.reduce_memory(error)}")
-                self.learner.apply_config(self.recovery.config)
-                times += 1
-        metrics = dict(result.metrics)
-        if times:
-            metrics["train/out_of_memory"] = Sum(float(times))
-        if self.recovery.fewer:
-            metrics["train/ranks"] = Sum(float(self.recovery.config.trainer.ranks))
-        return replace(result, metrics=metrics)
 
 
 def _with_less_memory(config: Config) -> Config | None:

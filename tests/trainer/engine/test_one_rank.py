@@ -24,11 +24,8 @@ from keel.rl.packing import TrainBatch
 from keel.rl.types import ScoredGroup
 from keel.trainer.engine.deepspeed_internals import loss_scale, set_loss_scale
 from keel.trainer.engine.engine import TrainerEngine
-from keel.trainer.learner import Learner, TrainerWorker, plan_batches
-from keel.trainer.placement.elastic import (
-    OomRecovery,
-    RetryOnOom,
-)
+from keel.trainer.learner import Learner, RetryOnOom, TrainerWorker, plan_batches
+from keel.trainer.placement.elastic import OomRecovery
 from keel.trainer.placement.layouts import _CACHE_FILE
 from keel.trainer.run.restarts import UpdateOutOfMemory
 from tests.rl.packed import pack
