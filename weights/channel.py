@@ -83,6 +83,22 @@ class Bucket:
     """The bytes in host memory, or where to find them."""
 
 
+@dataclass(frozen=True, slots=True)
+class BeginUpdate:
+    """Tells the engine to pause sampling and to expect buckets of new weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishUpdate:
+    """Tells the engine to check the weights and to sample from them."""
+
+    version: int
+    checksum: int
+
+
+Message = BeginUpdate | Bucket | FinishUpdate
+"""A part of an update. `EngineThread.update_from_rank` carries it out."""
+
 FlatBucket = tuple[tuple[TensorEntry, ...], Tensor]
 """A bucket on the device of its tensors: the tensor table and the bytes as one flat tensor."""
 
@@ -257,9 +273,8 @@ def _nccl_watchdog_off() -> Iterator[None]:
 
 
 class Mailbox:
-    """Control channel from the trainer to an engine. Each message is a call of a method of the
-    engine's thread: `begin_update`, `load_bucket` or `finish_update`. The trainer calls `send`,
-    `wait` and `close`; the engine calls `receive` and `acknowledge`."""
+    """Control channel from the trainer to an engine. The trainer calls `send`, `wait` and `close`;
+    the engine calls `receive` and `acknowledge`."""
 
     def __init__(self, rendezvous: Rendezvous, name: str, *, timeout_s: float) -> None:
         self._store = _connect(rendezvous, f"{name}/mailbox", timeout_s)
@@ -270,9 +285,9 @@ class Mailbox:
     def _key(self) -> str:
         return str(self._acknowledged)
 
-    def send(self, method: str, *args: Any) -> None:
+    def send(self, message: Message) -> None:
         """Send a message. Call `wait` before sending the next one."""
-        self._store.set(self._key, pickle.dumps((method, *args), pickle.HIGHEST_PROTOCOL))
+        self._store.set(self._key, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
     def wait(self, check: Callable[[], None]) -> None:
         """Wait until the engine acknowledges the message. `check` raises an error if the engine has
@@ -285,8 +300,8 @@ class Mailbox:
     def close(self) -> None:
         self._store.delete_key(self._key)
 
-    def receive(self) -> tuple[Any, ...]:
-        """Wait for the next message. Returns the method's name, followed by its arguments."""
+    def receive(self) -> Message:
+        """Wait for the next message and return it."""
         try:
             return pickle.loads(self._store.get(self._key))
         except dist.DistNetworkError as error:

@@ -28,10 +28,12 @@ from keel.model import ray_timeouts
 from keel.model.load import Named, Whole, as_checkpoint, module_tensors, precision
 from keel.weights.channel import (
     ALIGNMENT,
+    BeginUpdate,
     Bucket,
     Channel,
     ChannelData,
     Checksum,
+    FinishUpdate,
     FlatBucket,
     Mailbox,
     Rendezvous,
@@ -190,7 +192,7 @@ class _Link:
         entries, flat = bucket
         self.mailbox.wait(self._check)
         data = self.memory.write(flat) if self.channel is None else ChannelData(flat.numel())
-        self.mailbox.send("load_bucket", Bucket(entries=entries, data=data))
+        self.mailbox.send(Bucket(entries=entries, data=data))
         if self.channel is not None:
             try:
                 self.channel.send(flat, self._check)
@@ -209,7 +211,7 @@ class _Link:
 
     def finish(self, version: int, checksum: int) -> None:
         self.mailbox.wait(self._check)
-        self.mailbox.send("finish_update", version, checksum)
+        self.mailbox.send(FinishUpdate(version, checksum))
         self.mailbox.wait(self._check)
         self.memory = SharedMemory()
 
@@ -271,7 +273,7 @@ class Sender:
             self._links[index] = self._open(index, actor)
         link = self._links[index]
         link.updating = ray_timeouts.call(actor.update_from_rank)
-        link.mailbox.send("begin_update")
+        link.mailbox.send(BeginUpdate())
 
     def _unlink(self, index: int) -> None:
         if (link := self._links.pop(index, None)) is not None:

@@ -159,11 +159,19 @@ class EngineThread:
     def update_from_rank(self) -> None:
         """Receive weights from the trainer rank and load them. The engine is unusable after an
         error, such as a TimeoutError or, for an unknown or missing tensor, a ValueError."""
+        from keel.weights.channel import BeginUpdate, FinishUpdate  # noqa: PLC0415
+
         assert self._inbox is not None
-        method = ""  # named by `keel.weights.sender`, such as begin_update
-        while method != "finish_update":
-            method, *args = self._inbox.receive()
-            getattr(self, method)(*args)
+        finished = False
+        while not finished:
+            match self._inbox.receive():
+                case BeginUpdate():
+                    self.begin_update()
+                case FinishUpdate(version, checksum):
+                    self.finish_update(version, checksum)
+                    finished = True
+                case bucket:
+                    self.load_bucket(bucket)
             self._inbox.acknowledge()
 
     def sleep(self) -> None:

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 
 from keel.weights.channel import (
+    BeginUpdate,
     Bucket,
     Channel,
     ChannelData,
     Checksum,
+    FinishUpdate,
     Mailbox,
     Rendezvous,
     TensorEntry,
@@ -177,11 +179,10 @@ def test_messages_arrive_in_order_and_are_removed(
     store: dist.TCPStore, rendezvous: Rendezvous, side: ThreadPoolExecutor
 ) -> None:
     outbox, inbox = ends(rendezvous)
-    buckets = [Bucket(entries=each, data=ChannelData(192)) for each in (ENTRIES, OTHERS)]
     update = 3 * [
-        ("begin_update",),
-        *(("load_bucket", bucket) for bucket in buckets),
-        ("finish_update", 7, 12345),
+        BeginUpdate(),
+        *(Bucket(entries=each, data=ChannelData(192)) for each in (ENTRIES, OTHERS)),
+        FinishUpdate(7, 12345),
     ]
     keys = store.num_keys()
 
@@ -194,7 +195,7 @@ def test_messages_arrive_in_order_and_are_removed(
 
     arriving = side.submit(take)
     for message in update:
-        outbox.send(*message)
+        outbox.send(message)
         outbox.wait(nothing)
     assert arriving.result(PATIENCE_S) == update and store.num_keys() == keys
 
@@ -212,22 +213,22 @@ def test_next_update_may_overlap_the_last_thread(
             store.delete_key(key)
             monkeypatch.setattr(inbox, "_store", store)
             outbox.wait(nothing)
-            outbox.send("begin_update")
+            outbox.send(BeginUpdate())
             taken.append(inbox.receive())
             inbox.acknowledge()
 
-    outbox.send("finish_update", 7, 12345)
-    assert inbox.receive() == ("finish_update", 7, 12345)
+    outbox.send(FinishUpdate(7, 12345))
+    assert inbox.receive() == FinishUpdate(7, 12345)
     monkeypatch.setattr(inbox, "_store", Overtaken())
     inbox.acknowledge()
     outbox.wait(nothing)
-    assert taken == [("begin_update",)]
+    assert taken == [BeginUpdate()]
 
 
 def test_unacknowledged_message_times_out(rendezvous: Rendezvous) -> None:
     outbox, _ = ends(rendezvous)
     outbox._timeout_s = 0.1
-    outbox.send("begin_update")
+    outbox.send(BeginUpdate())
     with pytest.raises(TimeoutError, match=r"rollout\.update_timeout_s"):
         outbox.wait(nothing)
     outbox.close()
