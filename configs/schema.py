@@ -20,6 +20,7 @@ from keel.configs.sections.base import ConfigError, Section, require
 from keel.configs.sections.data import BudgetConfig, DataConfig, LengthConfig, SourceConfig
 from keel.configs.sections.evaluation import EndpointConfig, EvalConfig, EvalVariant, FilterConfig
 from keel.configs.sections.model import (
+    EXPERTS,
     TINY_MODEL,
     ColdStartConfig,
     Dtype,

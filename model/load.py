@@ -111,10 +111,12 @@ class ModelFacts:
     fused_experts: bool = True
     """Whether experts use Keel's kernels on GPUs. Meaningless for a dense model."""
     projections: Mapping[str, int] = field(default_factory=dict)
-    """Sum of input and output widths over all layers with the same name, such as q_proj. Only
-    layers that may have a LoRA adapter count."""
+    """Sum of input and output widths over all layers with the same name, such as q_proj, or
+    over all experts (`experts`). Only layers that may have a LoRA adapter count."""
     teacher_parameters: int = 0
     """Number of parameters in all of the recipe's teachers together (`data.sources[].teacher`)."""
+    teacher_passes: float = 0.0
+    """Cost of a forward pass of all teachers, in units of this model's forward pass."""
     balance_loss: float = 0.0
     """Weight of the load balancing loss, if the config enables it (`output_router_logits`)."""
 
@@ -305,11 +307,11 @@ def _own_tensors(model: nn.Module) -> Iterator[Named]:
     saved = model.state_dict(keep_vars=True).keys()  # without non-persistent buffers
     adapted: tuple[str, ...] = ()
     for prefix, module in model.named_modules():
+        if prefix.startswith(adapted):
+            continue
         if is_adapted(module):
             adapted = (*adapted, f"{prefix}.")
             yield merged_tensors(prefix, module)
-            continue
-        if prefix.startswith(adapted):
             continue
         tensors: dict[str, Tensor] = dict(module.named_parameters(prefix, recurse=False))
         buffers = dict(module.named_buffers(prefix, recurse=False))

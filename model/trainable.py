@@ -221,7 +221,7 @@ def check_adapters(config: LoraConfig, facts: ModelFacts) -> None:
         raise ConfigError(
             f"model.lora.targets: {facts.architecture} has no layer "
             f"{' or '.join(unknown or config.targets)} that can have adapters. It has "
-            f"{', '.join(facts.projections)}. Leave targets empty for all of these"
+            f"{', '.join(facts.projections)}. Leave targets empty for all linear layers"
         )
     if config.rank > facts.hidden_size:
         raise ConfigError(

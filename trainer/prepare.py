@@ -234,7 +234,7 @@ def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelF
             check_invariant(model, settings.path, gpu=gpu)
         if name != settings.path:
             check_same_family(settings.path, tokenizer, f"model.tokenizer = {name!r}")
-    count = 0
+    count = active = 0
     for path in config.data.references[1:]:
         names = [source.name for source in config.data.sources if source.teacher == path]
         knob = f"data.sources[{names[0]}].teacher = {path!r}"
@@ -248,8 +248,9 @@ def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelF
                 f"{facts.vocab_size}. A teacher must score all of the student's tokens"
             )
         check_same_family(path, tokenizer, knob)
-        count += teacher.parameters
-    return tokenizer, replace(facts, teacher_parameters=count)
+        count, active = count + teacher.parameters, active + teacher.active_parameters
+    passes = active / facts.active_parameters
+    return tokenizer, replace(facts, teacher_parameters=count, teacher_passes=passes)
 
 
 # Prompts and rewards.

@@ -8,6 +8,8 @@ from keel.configs.sections.base import Section, knob
 
 TINY_MODEL = "tiny"
 """Value of `model.path` for the small model that Keel builds itself."""
+EXPERTS = "experts"
+"""Value in `model.lora.targets` for the routed experts of all layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,8 @@ class LoraConfig(Section, path="model.lora"):
     """Scale of the adapters: their output is multiplied by `alpha / rank`."""
     targets: tuple[str, ...] = ()
     """Names of the linear layers with adapters, such as q_proj. Empty: all in attention and, in
-    dense models, in MLPs. In a mixture of experts, only attention can have adapters."""
+    dense models, in MLPs. In a mixture of experts, only attention can have adapters, and the routed
+    experts (name `experts`), if they are named here. Each expert has adapters of its own."""
     dropout: float = 0.0
     """Must be 0, because engines sample from the merged weights, which have no dropout."""
 
@@ -109,10 +112,15 @@ class LoraConfig(Section, path="model.lora"):
     def enabled(self) -> bool:
         return self.rank > 0
 
+    @property
+    def adapts_experts(self) -> bool:
+        return self.enabled and EXPERTS in self.targets
+
     def names(self, projections: Mapping[str, int]) -> list[str]:
         """Return the names of the layers with adapters. `projections` is the model's
         `ModelFacts.projections`."""
-        return [name for name in self.targets or projections if name in projections]
+        linear = [name for name in projections if name != EXPERTS]
+        return [name for name in self.targets or linear if name in projections]
 
     def parameters(self, projections: Mapping[str, int]) -> int:
         """Return the number of adapter parameters."""

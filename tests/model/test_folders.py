@@ -123,11 +123,14 @@ def test_adapters_fit_the_model() -> None:
     for wrong in (
         LoraConfig(rank=4, targets=("q_proj", "o_porj")),
         LoraConfig(rank=4, targets=("lm_head",)),
+        LoraConfig(rank=4, targets=("experts",)),
         LoraConfig(rank=facts.hidden_size + 1),
     ):
         with pytest.raises(ConfigError, match=r"model\.lora"):
             check_adapters(wrong, facts)
-    check_adapters(LoraConfig(rank=4, targets=("q_proj", "up_proj")), facts_of(Qwen3MoeConfig()))
+    mixture = facts_of(Qwen3MoeConfig())
+    for targets in (("q_proj", "up_proj"), ("experts",)):
+        check_adapters(LoraConfig(rank=4, targets=targets), mixture)
     with pytest.raises(
         ConfigError, match=r"no layer q_proj .* It has o_proj, qkv_proj.*Leave targets empty"
     ):

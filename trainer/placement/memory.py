@@ -22,7 +22,7 @@ _ENGINE_PROCESS_GIB, _TRAINER_PROCESS_GIB = 1.3, 1.2  # on a CPU, with vLLM or D
 ENGINE_CUDA_GIB, TRAINER_CUDA_GIB = 1.5, 1.3
 """GPU memory for the CUDA context, kernels, NCCL and CUDA graphs. The value for engines is assumed,
 the one for ranks is measured."""
-STEP_PARTS = ("activations", "experts' tokens", "support head", "new gradients")
+STEP_PARTS = ("activations", "experts' tokens", "merged experts", "support head", "new gradients")
 """The parts of a rank's memory that are used only during forward and backward passes."""
 _JOINED = "gradients joined"
 """Memory that an update needs beyond what the activations have freed."""
@@ -284,6 +284,8 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
         parts["buckets"] = 4 * buckets * min(local, bucket_elements(trainer))
         # One gradient on its way to host memory, at most as large as the embeddings.
         parts["buckets"] += width * facts.vocab_size * facts.hidden_size * (offloaded and stage < 3)
+    if config.model.lora.adapts_experts:  # and the gradient of one layer
+        parts["merged experts"] = width * routed / facts.moe_layers * (kept_layers + 1)
     # Parameters are gathered tensor by tensor, and a layer's experts are one tensor.
     largest = (count - routed) / facts.layers
     largest += routed / max(1, facts.moe_layers) / trainer.expert_parallel

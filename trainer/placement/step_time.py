@@ -92,7 +92,7 @@ class Rates:
     def launch_seconds(self, config: Config, facts: ModelFacts, micro_batches: int) -> float:
         each = self.compiled_pass_s if config.trainer.compile else self.pass_s
         layers = facts.layers * each + facts.moe_layers * self.expert_pass_s
-        return layers * _count_forward_passes(config) * micro_batches
+        return layers * _count_forward_passes(config, facts) * micro_batches
 
     def host_seconds(self, config: Config, facts: ModelFacts, sequences: int) -> float:
         if config.rollout.packs(full_attention=facts.full_attention):
@@ -268,8 +268,8 @@ def compute_seconds(
     # Causal attention sees half of the context on average: scores and their sum over values.
     attention = 2 * facts.attention_width * config.max_context
     attention *= facts.layers - facts.linear_layers
-    gemms = _count_forward_passes(config) * 2 * body_parameters(facts) / rates.gemm_share
-    attended = _count_forward_passes(config) - trainer.keeps_attention
+    gemms = _count_forward_passes(config, facts) * 2 * body_parameters(facts) / rates.gemm_share
+    attended = _count_forward_passes(config, facts) - trainer.keeps_attention
     flash4 = spec.flash4 and facts.head_size and config.model.dtype != "float32"
     longest, attention_share = config.max_context, rates.attention_share
     if flash4 and not config.model.batch_invariant and trainer.flash4(longest):
@@ -285,7 +285,7 @@ def compute_seconds(
     moved *= facts.layers
     expert_moves = rates.expert_moves if facts.fused_experts else rates.stock_expert_moves
     moved += expert_moves * facts.moe_layers * memory.expert_elements(facts)
-    moved *= _count_forward_passes(config)
+    moved *= _count_forward_passes(config, facts)
     body = share * (gemms / spec.flops + moved * width / spec.memory_bytes)
     body *= rates.invariant_pass if config.model.batch_invariant else 1.0
     head = 2 * facts.vocab_size * facts.hidden_size * share * 3
@@ -307,12 +307,14 @@ def compute_seconds(
     return body + head + weights / spec.memory_bytes + updating
 
 
-def _count_forward_passes(config: Config) -> int:
+def _count_forward_passes(config: Config, facts: ModelFacts) -> float:
     """Return the cost of a micro-batch in units of forward passes. A backward pass counts as
     two."""
-    backward = 1 if config.model.lora.enabled else 2  # no gradients of frozen weights
-    with_reference = any(source.kl_coef > 0 for source in config.data.sources)
-    return 1 + backward + config.trainer.activation_checkpointing + with_reference
+    lora, data = config.model.lora, config.data
+    frozen = lora.enabled and not lora.adapts_experts
+    backward = 1 if frozen else 2  # no gradients of frozen weights
+    references = data.uses_initial_model + facts.teacher_passes
+    return 1 + backward + config.trainer.activation_checkpointing + references
 
 
 def token_flops(config: Config, facts: ModelFacts) -> tuple[float, float]:
@@ -320,7 +322,7 @@ def token_flops(config: Config, facts: ModelFacts) -> tuple[float, float]:
     looked_up = 0 if facts.tied else facts.vocab_size * facts.hidden_size
     forward = 2.0 * (facts.active_parameters - looked_up)
     return (
-        _count_forward_passes(config) - config.trainer.activation_checkpointing
+        _count_forward_passes(config, facts) - config.trainer.activation_checkpointing
     ) * forward, forward
 
 
@@ -336,7 +338,7 @@ def traffic_seconds(config: Config, facts: ModelFacts, micro_batches: int, spec:
     width = BYTES[config.model.dtype]
     if width == 2:
         stage = max(1, stage)
-    trips = _count_forward_passes(config) - 1
+    trips = _count_forward_passes(config, facts) - 1
     # Bytes per parameter: gradients are float32.
     moved = {0: 8 * updates, 1: (4 + width) * updates, 2: 4 * micro_batches + width * updates}.get(
         stage, (4 + trips * width) * micro_batches

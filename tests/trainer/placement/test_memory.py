@@ -268,10 +268,25 @@ def test_lora_keeps_gradients_of_adapters_only() -> None:
     assert (after["gradients"], after["optimizer"], after["reference"]) == (2.4e6, 7.2e6, 0)
 
 
+def test_adapters_of_experts_need_merged_copies() -> None:
+    facts = replace(MOE, projections={"experts": 40_000})
+    lora = LoraConfig(rank=10, targets=("experts",))
+    layer = 2 * facts.expert_parameters / facts.moe_layers
+    for recomputed, layers in ((False, facts.moe_layers + 1), (True, 2)):
+        full = recipe(activation_checkpointing=recomputed)
+        parts = trainer_memory(
+            replace(full, model=replace(full.model, lora=lora)), facts, gpu=True
+        ).parts
+        assert parts["merged experts"] == pytest.approx(layers * layer)
+        assert parts["gradients"] == 4 * 10 * 40_000
+
+
 def test_teachers_are_held_beside_the_reference() -> None:
-    facts = replace(DENSE, teacher_parameters=3_000_000_000)
+    facts = replace(DENSE, teacher_parameters=3_000_000_000, teacher_passes=3.0)
     parts = trainer_memory(recipe(beta=0.1), facts, gpu=True).parts
     assert parts["reference"] == 2e9 + 6e9
+    alone, taught = (step_time(recipe(beta=0.1), f, micro_batches=1) for f in (DENSE, facts))
+    assert taught.launch / alone.launch == pytest.approx(7 / 4)  # forward, backward, reference
 
 
 def turns(share: float, *, updates: int = 1, beta: float = 0.0, **trainer: Any) -> Config:
