@@ -104,7 +104,7 @@ class Config(Section):
             self._check_tiny()
         for source in self.data.sources:
             self._check_budget(source)
-            self._check_filter(source)
+            self._check_groups(source)
         if self.with_agents:
             self._check_agents()
 
@@ -190,11 +190,22 @@ class Config(Section):
             rule = f"must be more than twice agents.summary_tokens = {agents.summary_tokens}"
             source.require(fits, "budget.window", rule)
 
-    def _check_filter(self, source: SourceConfig) -> None:
-        length = source.length
+    def _check_groups(self, source: SourceConfig) -> None:
+        if not self.data.weight_of(source):
+            return
+        algorithm, length = self.algorithm, source.length
         rewarded = any((*source.rewards.values(), length.linear, length.overlong))
-        ok = rewarded or not self.data.weight_of(source) or self.algorithm.filter_groups != "reward"
         rule = f"must be none: {source.full_path()} has no rewards, so all its groups would go"
+        ok = rewarded or algorithm.filter_groups != "reward"
+        self.require(ok, "algorithm.filter_groups", rule)
+        alone = algorithm.group_size == 1
+        rule = (
+            f"must be at least 2: {source.full_path()} has rewards, which are compared with those "
+            "of the other completions in a group"
+        )
+        self.require(not (alone and rewarded), "algorithm.group_size", rule)
+        rule = "must be none with algorithm.group_size: 1, because all groups would go"
+        ok = not alone or algorithm.filter_groups == "none"
         self.require(ok, "algorithm.filter_groups", rule)
 
     def _check_agents(self) -> None:

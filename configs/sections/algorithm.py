@@ -17,9 +17,9 @@ class AlgorithmConfig(Section, path="algorithm"):
 
     prompts_per_step: int = knob(16, ge=1)
     """Number of prompts per batch of rollouts. Each prompt gives one group."""
-    group_size: int = knob(8, ge=2)
+    group_size: int = knob(8, ge=1)
     """Number of completions per prompt (G). Each completion is compared with the others in its
-    group."""
+    group, so 1 is for sources without rewards (on-policy distillation)."""
     scale_advantages: Literal["none", "std"] = "none"
     """none: the advantage is the reward minus the group mean. std: also divide by the standard
     deviation of the group's rewards."""

@@ -184,11 +184,17 @@ def test_lora_has_no_second_copy_of_parameters() -> None:
         config(model=adapters, trainer=TrainerConfig(**SECOND_COPY))
 
 
-def test_filter_by_reward_needs_rewards() -> None:
+def test_groups_fit_the_rewards() -> None:
     taught = replace(SUMS, rewards={"correct": 0.0}, kl_coef=1.0, teacher="a/teacher")
     config(taught, algorithm=AlgorithmConfig(filter_groups="correct"))
-    with pytest.raises(ConfigError, match=r"^algorithm\.filter_groups = 'reward': must be none"):
-        config(taught, algorithm=AlgorithmConfig(filter_groups="reward"))
+    config(taught, algorithm=AlgorithmConfig(group_size=1))
+    for source, size, filtered, rule in (
+        (taught, 2, "reward", r"^algorithm\.filter_groups = 'reward': must be none"),
+        (taught, 1, "correct", r"^algorithm\.filter_groups = 'correct': must be none"),
+        (SUMS, 1, "none", r"^algorithm\.group_size = 1: must be at least 2.*sums.* has rewards"),
+    ):
+        with pytest.raises(ConfigError, match=rule):
+            config(source, algorithm=AlgorithmConfig(group_size=size, filter_groups=filtered))
 
 
 def test_batch_invariance_refuses_other_orders() -> None:
