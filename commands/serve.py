@@ -1,6 +1,7 @@
 """`keel serve` and `keel chat`: serve a trained model with vLLM, and chat with it in the terminal.
 This module imports no heavy library."""
 
+import json
 import os
 import readline  # noqa: F401  gives `input` its line editing and history
 import secrets
@@ -26,6 +27,8 @@ _HOST = "127.0.0.1"
 _START_S = 1800.0
 """Timeout in seconds for vLLM to load the model and respond."""
 _POLL_S = 0.5
+_CPU_HEAD_SIZES = (64, 128)
+"""Head sizes of linear attention that vLLM's CPU kernel supports, equal for keys and values."""
 _SAMPLING = ("temperature", "top_p", "top_k")
 _THINKING_KEYS = ("enable_thinking", "thinking")
 """Chat template variables that turn thinking on or off."""
@@ -75,6 +78,19 @@ def _server_options(folder: Path, words: Sequence[str] = ()) -> dict[str, Any]:
     return {**options, **chosen}
 
 
+def _check_heads(model: str) -> None:
+    """Raise ConfigError if vLLM's server would crash on a CPU at the first request."""
+    content = json.loads((Path(model) / "config.json").read_text())
+    text = content.get("text_config", content)
+    sizes = [text.get(f"linear_{part}_head_dim") for part in ("key", "value")]
+    if any(sizes) and (sizes[0] != sizes[1] or sizes[0] not in _CPU_HEAD_SIZES):
+        raise ConfigError(
+            f"{model}: linear attention has key heads of size {sizes[0]} and value heads of size "
+            f"{sizes[1]}, but on CPUs vLLM's server needs 64 or 128 for both. Serve the model on a "
+            "GPU, or measure it with keel eval"
+        )
+
+
 def _parse_options(words: Sequence[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for word in words:
@@ -101,6 +117,8 @@ def _run_server(
     """Run a vLLM server until the context exits. Port 0 selects a free port. Raises ConfigError if
     the address is not available, or RuntimeError with the end of the log if the server does not
     start."""
+    if not gpu:
+        _check_heads(options["model"])
     handle, name = tempfile.mkstemp(prefix="keel-serve-", suffix=".log")
     os.close(handle)
     log = Path(name)

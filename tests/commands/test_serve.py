@@ -1,7 +1,8 @@
 """`keel serve` and `keel chat`: model choice and vLLM options."""
 
+import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,15 @@ def test_folder_without_model_is_refused(tmp_path: Path) -> None:
             _server_options(path)
     with pytest.raises(ConfigError, match=r"run\.steps=40"):
         _server_options(write_run(tmp_path / "saved", model=False, checkpoint=40))
+
+
+def test_heads_without_a_cpu_kernel_are_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "hybrid")
+    for key, value, served in ((128, 128, True), (16, 16, False), (128, 64, False)):
+        heads = {"linear_key_head_dim": key, "linear_value_head_dim": value}
+        (model / "config.json").write_text(json.dumps(heads))
+        with nullcontext() if served else pytest.raises(ConfigError, match=f"heads of size {key}"):
+            serve._check_heads(str(model))
 
 
 def test_command_line_overrides_the_recipe(tmp_path: Path) -> None:
