@@ -253,7 +253,7 @@ def test_nodes_add_up(cluster: Cluster, folder: Path, monkeypatch: pytest.Monkey
             measure(range(most), play)  # starts the environments' servers
             delays.clear()
             watch = asyncio.run_coroutine_threadsafe(watch_loop(), runner._loop)
-            played, played_cost = measure(range(4 * most), play)
+            played, played_cost = measure(range(6 * most), play)
             watch.cancel()
             shares = [2 * rate * SECONDS / (2 * size + 1), 5 * played * SECONDS / most]
             memory = psutil.Process().memory_full_info().uss / 2**20
