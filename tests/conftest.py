@@ -10,11 +10,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests import ray_workers
 
 # As in the Makefile; must be set before torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -65,10 +68,14 @@ TOGETHER = (
         r"tests/(rollout/(engine/test_(head_dtype|engine_args|vllm_engine)"
         r"|recording/test_(v1|hybrid)|vllm_fast)|weights/test_updates)"
     ),
+    re.compile(
+        r"tests/(e2e/test_(in_process|lost_node)|weights/test_sender"
+        r"|trainer/(placement/test_ray|test_(learner|recordings)_on_ray))"
+    ),
     re.compile(r"tests/(model/test_fp8|rollout/engine/test_jobs|weights/test_pack)"),
 )
-"""Groups of files for one process: two fork from a preloaded server (tests/forked.py), and the last
-one loads vLLM, so that other processes do not."""
+"""Groups of files for one process each: three fork from a preloaded server (tests/forked.py and
+tests/ray_workers.py), and the last one loads vLLM, so that other processes do not."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -154,6 +161,24 @@ def process_as_it_was() -> Iterator[None]:
         del os.environ[name]
     os.environ.update(environ)
     os.chdir(folder)
+
+
+@pytest.fixture(scope="session")
+def ray_worker_server() -> Iterator[str]:
+    with ray_workers.worker_server() as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def forked_ray_workers(ray_worker_server: str) -> Iterator[None]:
+    """Fork the workers of Ray clusters that this process starts, which saves seconds for each."""
+    from ray._private.parameter import RayParams  # noqa: PLC0415  (slow to load)
+
+    forking = partial(RayParams, setup_worker_path=ray_workers.__file__)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ray_workers.SERVER, ray_worker_server)
+        patch.setattr("ray._private.parameter.RayParams", forking)
+        yield
 
 
 @pytest.fixture

@@ -63,3 +63,29 @@ def start_local_ray(**options: Any) -> None:
     common = {"address": "local", "include_dashboard": False, "log_to_driver": False}
     with skip_unused_processes():
         patiently(lambda: ray.init(runtime_env=QUOTED_PYTHON, **common, **options), ray.shutdown)
+
+
+def start_cluster(*nodes: dict[str, Any]) -> Any:
+    """Start a `ray.cluster_utils.Cluster` of nodes on this machine, the head first, with these
+    options."""
+    from ray.cluster_utils import Cluster  # noqa: PLC0415  (slow to load)
+
+    from keel.trainer.placement.ray_internals import skip_unused_processes  # noqa: PLC0415
+
+    head, *others = nodes
+    head = {"include_dashboard": False, **head}
+    with skip_unused_processes():
+        cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
+    for node in others:
+        add_node(cluster, **node)
+    return cluster
+
+
+def add_node(cluster: Any, **options: Any) -> Any:
+    """Add a node to a cluster of `start_cluster`, wait for it, and return it."""
+    from keel.trainer.placement.ray_internals import skip_unused_processes  # noqa: PLC0415
+
+    with skip_unused_processes():
+        node = patiently(lambda: cluster.add_node(**options))
+    cluster.wait_for_nodes(PATIENCE_S)
+    return node

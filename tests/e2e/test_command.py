@@ -24,7 +24,6 @@ from keel.trainer.run.signals import PREEMPTED
 from tests.waiting import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).parent.parent.parent
-KEEL = [sys.executable, "-m", "keel.commands.cli"]
 DEADLINE_S = 2 * PATIENCE_S
 PLANTED = "0123456789abcdefplanted"
 KEY_NAMES = (
@@ -65,14 +64,6 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return steps
 
 
-def keel(*arguments: str) -> str:
-    done = subprocess.run(
-        [*KEEL, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def words_of(process: psutil.Process) -> str:
     with suppress(psutil.Error):
         return " ".join(process.cmdline())
@@ -93,7 +84,7 @@ class Running:
         self._log = log
         env = {**os.environ, **KEYS, "PYTHONUNBUFFERED": "1"}
         streams: dict[str, Any] = {"stdout": log.open("w"), "stderr": subprocess.STDOUT}
-        command = [*KEEL, "train", *arguments]
+        command = [sys.executable, "-m", "keel.commands.cli", "train", *arguments]
         self.process = subprocess.Popen(command, cwd=ROOT, env=env, **streams)
 
     def output(self) -> str:
@@ -202,6 +193,7 @@ def test_failed_start_leaves_no_process(
     assert not alive
 
 
+@pytest.mark.usefixtures("forked_ray_workers")
 def test_run_survives_frozen_processes_interrupt_and_damage(
     tmp_path: Path,
     cache: Path,
@@ -249,7 +241,9 @@ def test_run_survives_frozen_processes_interrupt_and_damage(
     damaged.write_bytes(content)
     resumed, steps = int(before[-1].removeprefix("step_")), reached + 2
     knobs = [*small(folder, cache, steps), *ahead]
-    output = keel("train", *knobs, "trainer.ranks=2", "trainer.zero_stage=1")
+    # In this process, which has loaded its libraries, as is the evaluation.
+    assert main(["train", *knobs, "trainer.ranks=2", "trainer.zero_stage=1"]) == 0
+    output = capsys.readouterr().out
     assert before[-1] in output
     assert f"{last} is damaged (optimizer/rank_0.safetensors: changed" in output
     assert (folder / "checkpoints" / f"damaged_{last}").is_dir()
@@ -269,5 +263,4 @@ def test_run_survives_frozen_processes_interrupt_and_damage(
     assert model.config.num_experts == 8
     assert AutoTokenizer.from_pretrained(folder / "model").chat_template
 
-    # In this process, which has loaded its libraries.
     assert main(["eval", *knobs]) == 0 and f"step_{steps:06d}" in capsys.readouterr().out

@@ -67,7 +67,7 @@ from keel.weights.sync import WeightSync
 from tests.rewards.judge.judge_server import good, running
 from tests.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_ray_workers")]
 
 
 class LocalLearner:

@@ -14,12 +14,15 @@ from ray.cluster_utils import Cluster
 
 from keel.commands.cli import main
 from keel.trainer.learner import Learner
-from keel.trainer.placement.ray_internals import skip_unused_processes
 from keel.trainer.run.journal import EVENTS
 from tests.e2e.test_command import DEADLINE_S, metrics, small
-from tests.waiting import patiently
+from tests.waiting import add_node, start_cluster
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(3600),
+    pytest.mark.usefixtures("forked_ray_workers"),
+]
 STEPS, SHORT_AFTER, LOST_AFTER = 3, 1, 2
 RANKS, ROOM, LEFT = 3, 2, 1
 """Ranks of the recipe, ranks that fit at first, and ranks after the loss; each node holds one."""
@@ -27,12 +30,7 @@ RANKS, ROOM, LEFT = 3, 2, 1
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    head = {"num_cpus": 1, "include_dashboard": False}
-    with skip_unused_processes():
-        cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
-        patiently(lambda: cluster.add_node(num_cpus=1))
-    cluster.wait_for_nodes(DEADLINE_S)
-    assert cluster.address
+    cluster = start_cluster({"num_cpus": 1}, {"num_cpus": 1})
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     yield cluster
     ray.shutdown()
@@ -63,8 +61,7 @@ def test_run_uses_the_ranks_that_fit(
 
         def step(self, *arguments: Any, **options: Any) -> Any:
             if (len(starts), self.version) == (1, SHORT_AFTER):
-                patiently(lambda: cluster.add_node(num_cpus=1))
-                cluster.wait_for_nodes(DEADLINE_S)
+                add_node(cluster, num_cpus=1)
                 ray.get(self._ranks[1].__ray_call__.remote(short_of_memory), timeout=DEADLINE_S)
             if (len(starts), self.version) == (2, LOST_AFTER):
                 for lost in [*cluster.worker_nodes]:

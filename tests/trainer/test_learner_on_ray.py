@@ -23,7 +23,7 @@ from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.scenarios import TIGHT, make_config
 from tests.waiting import PATIENCE_S, start_local_ray
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_ray_workers")]
 
 
 @pytest.fixture(scope="module")

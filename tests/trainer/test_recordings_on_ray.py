@@ -22,9 +22,9 @@ from keel.trainer.run.restarts import WorkerLost
 from tests.buckets import unpack_bucket
 from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.scenarios import make_config
-from tests.waiting import PATIENCE_S, patiently
+from tests.waiting import PATIENCE_S, start_cluster
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_ray_workers")]
 PROMPTS, SIZE = 4, 3
 SPEC: Any = SimpleNamespace(config=RolloutConfig(), batch_invariant=False)
 
@@ -46,9 +46,8 @@ class Sampler(RolloutWorker):
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    head = {"num_cpus": 1, "object_store_memory": 2**28, "include_dashboard": False}
-    cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
-    patiently(lambda: cluster.add_node(num_cpus=1, object_store_memory=2**28, resources={"b": 1}))
+    node = {"num_cpus": 1, "object_store_memory": 2**28}
+    cluster = start_cluster(node, {**node, "resources": {"b": 1}})
     ray.init(address=cluster.address, log_to_driver=False)
     yield cluster
     ray.shutdown()

@@ -28,7 +28,7 @@ from keel.weights.sender import Sender
 from tests.buckets import pack_flat
 from tests.waiting import PATIENCE_S, start_local_ray, within_some
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_ray_workers")]
 CPU = torch.device("cpu")
 WEIGHTS = {str(i): torch.full((64, 64), float(i)) for i in range(6)}
 DEADLINE_S = 30.0

@@ -74,8 +74,8 @@ FAMILIES["deepseek_v2 greedy"] = {**FAMILIES["deepseek_v2"], "topk_method": "gre
 """Routes over all experts, despite its configured groups."""
 
 
-def write_family(folder: Path, family: str) -> None:
-    write_model(folder, family.split()[0], seed=1, **{**_MIXTURE, **FAMILIES[family]})
+def write_family(folder: Path, family: str, **changes: Any) -> None:
+    write_model(folder, family.split()[0], seed=1, **{**_MIXTURE, **FAMILIES[family], **changes})
 
 
 def train(

@@ -236,8 +236,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("windows")
     write_model(folder / "untied")
     write_model(folder / "dense", "dense")
+    # Few layers, as each is compiled on its own.
     write_model(folder / "sparse", "sparse", num_hidden_layers=2, mlp_layer_types=["sparse"] * 2)
-    experts.write_family(folder / FAMILY, FAMILY)
+    experts.write_family(folder / FAMILY, FAMILY, num_hidden_layers=2, mlp_only_layers=[])
     return folder
 
 

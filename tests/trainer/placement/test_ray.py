@@ -27,11 +27,10 @@ from keel.trainer.placement import nodes
 from keel.trainer.placement.elastic import ElasticLayouts
 from keel.trainer.placement.hardware import ENGINE, RANK, Hardware
 from keel.trainer.placement.nodes import QUOTED_PYTHON, Reservation, cluster_nodes, reserve_gpus
-from keel.trainer.placement.ray_internals import skip_unused_processes
 from tests.trainer.placement.shapes import SOURCE, facts
-from tests.waiting import PATIENCE_S, patiently, wait_for
+from tests.waiting import PATIENCE_S, add_node, start_cluster, wait_for
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_ray_workers")]
 CPUS = 8
 
 
@@ -70,11 +69,7 @@ def wait_until_free(gpus: int) -> None:
 def cluster() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # Ray uses it to count GPUs
-        with skip_unused_processes():
-            head = {"num_cpus": CPUS, "num_gpus": 2, "include_dashboard": False}
-            cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
-            patiently(lambda: cluster.add_node(num_cpus=CPUS, num_gpus=4))
-        cluster.wait_for_nodes(PATIENCE_S)
+        cluster = start_cluster(*({"num_cpus": CPUS, "num_gpus": gpus} for gpus in (2, 4)))
         ray.init(cluster.address, runtime_env=QUOTED_PYTHON, log_to_driver=False)
         yield cluster
         ray.shutdown()
@@ -108,7 +103,7 @@ def test_actors_run_on_their_planned_gpus(two_nodes: str, monkeypatch: pytest.Mo
 
 
 def test_each_gpu_of_an_engine_on_two_nodes_has_a_bundle(two_nodes: str, cluster: Cluster) -> None:
-    third = cluster.add_node(num_cpus=CPUS, num_gpus=4)
+    third = add_node(cluster, num_cpus=CPUS, num_gpus=4)
     wait_until_free(10)
 
     class Engine:
@@ -156,7 +151,7 @@ def test_busy_gpus_are_awaited_until_the_deadline(two_nodes: str) -> None:
 def test_run_continues_on_the_remaining_nodes(
     two_nodes: str, cluster: Cluster, tmp_path: Path
 ) -> None:
-    third = cluster.add_node(num_cpus=CPUS, num_gpus=2)
+    third = add_node(cluster, num_cpus=CPUS, num_gpus=2)
     wait_until_free(8)
     recipe = replace(
         config(engines=4, ranks=4), run=RunConfig(elastic_wait_s=0.1, dir=str(tmp_path))
@@ -176,7 +171,6 @@ def test_run_continues_on_the_remaining_nodes(
 
 
 ROOT = Path(__file__).parents[3]
-pytestmark = pytest.mark.e2e
 
 STRANGER = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print('is in')"
 PROGRAM = f"""
