@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from keel.rl.checks import require, require_log_probs, require_sequences
+from keel.rl.metrics import Mean, Metric
 
 
 def off_policy_sequence_mask(
@@ -84,6 +85,38 @@ def kept_mass_shortfall(log_mass: Tensor, *, top_p: float) -> Tensor:
     require(log_mass.is_floating_point(), f"log_mass is {log_mass.dtype}: must be a float")
     require(0 < top_p <= 1, f"top_p = {top_p}: must be in (0, 1]")
     return (2 * math.log(top_p) - log_mass).clamp(min=0)
+
+
+def kept_mass_penalty(
+    log_mass: Tensor, weight: Tensor | None, *, coef: float, top_p: float, total_sequences: int
+) -> tuple[Tensor, Tensor]:
+    """Compute a micro-batch's share of the penalty on probability outside the sampling masks
+    (`algorithm.kept_mass_coef`).
+
+        c/B Σ_i w_i/|o_i| Σ_t max(0, log top_p² − log m_t)
+
+    `log_mass` is [M], and `weight` [M] holds w_i/|o_i| times the number of tokens that each of the
+    M stands for, or 0 for masks without a penalty. Without `weight`, the penalty is 0. Also returns
+    the float32 totals [4] that `kept_mass_metrics` needs.
+    """
+    shortfall = torch.zeros_like(log_mass)
+    if weight is None:
+        weight = torch.zeros_like(log_mass)
+    else:
+        shortfall = kept_mass_shortfall(log_mass, top_p=top_p)
+    with torch.no_grad():
+        counted = weight > 0
+        ones = torch.ones_like(log_mass)
+        columns = (log_mass.exp(), ones, shortfall * counted, ones * counted)
+        totals = torch.stack([column.sum() for column in columns])
+    return coef / total_sequences * (weight * shortfall).sum(), totals
+
+
+def kept_mass_metrics(totals: Tensor) -> dict[str, Metric]:
+    """Return `sampling/kept_mass` and `sampling/mass_shortfall`. Synchronizes with the device."""
+    mass, tokens, short, counted = (float(total) for total in totals.cpu())
+    metrics: dict[str, Metric] = {"sampling/kept_mass": Mean(mass, tokens)} if tokens else {}
+    return metrics | ({"sampling/mass_shortfall": Mean(short, counted)} if counted else {})
 
 
 class GapTotals:

@@ -73,7 +73,7 @@ class SparsePass:
     from `recorded_selection`. For rows of zeros, the trainer makes its own selection."""
     losses: list[Tensor] = field(default_factory=list[Tensor])
     """Σ_t KL of each layer, with its autograd graph."""
-    held: list[Tensor] = field(default_factory=list[Tensor])
+    topk_attention: list[Tensor] = field(default_factory=list[Tensor])
     """For each layer with dense attention and loss, two numbers [2]: the sum of the attention on
     the top k keys over all queries with more than k keys, and the number of these queries."""
 
@@ -256,16 +256,18 @@ def _attend(
             )
             parts = _apply_in_chunks(run.chosen, [*queries, chosen], keys, size=size, first=first)
         outputs.append(tuple(part.flatten(0, 1) for part in parts))
-    mixed, lost, held = (
+    mixed, lost, topk_attention = (
         torch.cat(x).index_select(0, rows.back) for x in zip(*outputs, strict=True)
     )
     if sparse.loss:
         # Tokens that pad a shard are all equal, so their divergence is 0.
-        lost, held = lost.sum(), held.detach()
+        lost, topk_attention = lost.sum(), topk_attention.detach()
         if running_node_number() is None:  # not in a recomputation
-            computed = held >= 0
+            computed = topk_attention >= 0
             sparse.losses.append(lost)
-            sparse.held.append(torch.stack([held.where(computed, 0).sum(), computed.sum()]))
+            sparse.topk_attention.append(
+                torch.stack([topk_attention.where(computed, 0).sum(), computed.sum()])
+            )
     return mixed
 
 
@@ -294,7 +296,7 @@ class ChunkAttention:
         seen = causal_mask(first, logits[:, :, 0])
         shares = logits.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
         mixed = torch.einsum("bchs,bsr->bchr", shares.to(key.dtype), key[..., : self.rank])
-        lost, held = self._not_computed(mixed)
+        lost, topk_attention = self._not_computed(mixed)
         if self.loss:
             target = shares.detach().mean(2)
             scores = index_scores(index_q, weight, index_k)
@@ -302,8 +304,8 @@ class ChunkAttention:
             if scores.shape[-1] > self.top_k:
                 chosen = select_top_keys(first, scores.detach(), self.top_k).long()
                 share = target.gather(-1, chosen.clamp(min=0)).where(chosen != NONE, 0).sum(-1)
-                held = share.where(seen.sum(-1) > self.top_k, -1)
-        return mixed, lost, held
+                topk_attention = share.where(seen.sum(-1) > self.top_k, -1)
+        return mixed, lost, topk_attention
 
     def chosen(
         self,
@@ -320,11 +322,11 @@ class ChunkAttention:
         logits = matmul_own_keys(query, keys) * self.scaling  # [B, c, H, k]
         shares = logits.masked_fill(~known[:, :, None], -torch.inf).softmax(-1)
         mixed = shares.to(key.dtype) @ keys[..., : self.rank]
-        lost, held = self._not_computed(mixed)
+        lost, topk_attention = self._not_computed(mixed)
         if self.loss:
             scores = selected_scores(index_q, weight, gather_keys(index_k, chosen))
             lost = kl_divergence(shares.mean(2), scores, known)
-        return mixed, lost, held
+        return mixed, lost, topk_attention
 
     def _not_computed(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
         nothing = mixed.new_zeros(mixed.shape[:2], dtype=torch.float32)

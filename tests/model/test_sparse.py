@@ -108,12 +108,14 @@ def test_chunks_recomputation_and_packing_are_equivalent(dense: bool) -> None:
         loss = torch.stack([one.loss_sum() for one in passes]).sum()
         (weighted(hidden) + loss).backward()
         assert all(len(one.losses) == 2 for one in passes)
-        held = torch.stack([torch.stack(one.held).sum(0) for one in passes]).sum(0)
-        results.append((hidden.detach(), loss.detach(), held, gradients(model)))
-    hidden, loss, held, expected = results[0]
+        topk_attention = torch.stack(
+            [torch.stack(one.topk_attention).sum(0) for one in passes]
+        ).sum(0)
+        results.append((hidden.detach(), loss.detach(), topk_attention, gradients(model)))
+    hidden, loss, topk_attention, expected = results[0]
     assert loss > 0.1
     for other in results[1:]:
-        torch.testing.assert_close(other[:3], (hidden, loss, held), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(other[:3], (hidden, loss, topk_attention), rtol=1e-5, atol=1e-5)
         assert_same_gradients(other[3], expected)
 
 
@@ -194,17 +196,17 @@ def by_definition(dense: bool) -> tuple[Tensor, float, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("dense", [True, False], ids=["Eq. 3", "Eq. 4"])
 def test_loss_matches_its_definition(dense: bool) -> None:
-    expected, held, expected_grads = by_definition(dense)
+    expected, topk_attention, expected_grads = by_definition(dense)
     model = ours(theirs())
     sparse = SparsePass(dense=dense, loss=True, chunk=5)
     run(model, segments_of_ids(), sparse)
     sparse.loss_sum().backward()
     torch.testing.assert_close(sparse.loss_sum().detach(), expected, rtol=1e-5, atol=0)
     if dense:
-        total, queries = torch.stack(sparse.held).sum(0).tolist()
+        total, queries = torch.stack(sparse.topk_attention).sum(0).tolist()
         # Queries with more than k keys in three segments, for two layers.
         assert queries == 2 * sum(length - TOP_K for length in (19, 7, 16))
-        assert total == pytest.approx(held, rel=1e-5)
+        assert total == pytest.approx(topk_attention, rel=1e-5)
     actual = {name for name, grad in gradients(model).items() if grad.any()}
     assert actual == {n for n, _ in model.named_parameters() if ".indexer." in n}
     assert_same_gradients(gradients(model), expected_grads)

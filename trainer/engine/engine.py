@@ -14,8 +14,8 @@ to know about the groups.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,13 @@ from transformers import PreTrainedModel
 from keel.configs.schema import Config
 from keel.model.load import load_policy
 from keel.model.lora import add_adapters, save_adapter
-from keel.model.routing import router_modules
+from keel.model.routing import Replay, router_modules
 from keel.model.torch_internals import limit_all_groups, to_device
 from keel.model.trainable import decoder_layers
 from keel.model.ulysses import Slice
 from keel.rl.losses import LossOutput, grpo_loss, nll_loss
 from keel.rl.metrics import Max, Mean, Metric, Sum, merge
-from keel.rl.offpolicy import GapTotals, kept_mass_shortfall
+from keel.rl.offpolicy import GapTotals, kept_mass_metrics, kept_mass_penalty
 from keel.rl.packing import MicroBatch, TrainBatch
 from keel.rl.summary import of_updates
 from keel.rl.types import TokenNumbers
@@ -75,10 +75,6 @@ from keel.trainer.run.restarts import UpdateOutOfMemory
 from keel.weights.channel import FlatBucket
 
 MIB = 2**20
-_CUT = 4
-"""A sampling mask counts as possibly cut by top-k if it has more than 1/`_CUT` of the ids that
-top-k allows. Top-k is applied before top-p, but it makes no difference where a few ids hold nearly
-all of the probability."""
 
 
 class TrainerEngine:
@@ -221,15 +217,18 @@ class TrainerEngine:
         self._offload.before_gradients()
         gaps = self._split_gaps(batch)
         last = len(batch.micro_batches) - 1
-        # The metrics are read after the update, so that the host does not wait for the device.
-        pending: list[Callable[[], dict[str, Metric]]] = []
+        results: list[_MicroBatchResults | None] = []
         for index, micro_batch in enumerate(batch.micro_batches):
             self._engine.set_gradient_accumulation_boundary(index == last)
-            pending.append(self._forward_backward(micro_batch, batch, gaps))
+            results.append(self._forward_backward(micro_batch, batch, gaps))
         self._updated = True
         norm, indexer_norm = self._apply_gradients()
         self.version += 1
-        parts = [read_metrics() for read_metrics in pending]
+        # Metrics are read after the update, so that the host does not wait for the device before.
+        parts: list[dict[str, Metric]] = []
+        for result in filter(None, results):
+            parts.append(result.metrics())
+            self.tokens |= result.seen_tokens()
         if algorithm.mask_delta is not None:
             parts.append(gaps.end_step())
         skipped = self._skips.count(norm + indexer_norm, self.version)
@@ -260,9 +259,9 @@ class TrainerEngine:
         batch: TrainBatch,
         gaps: SplitGaps,
         tracer: NanTracer | None = None,
-    ) -> Callable[[], dict[str, Metric]]:
-        """Add a micro-batch's gradients to those of the step. Returns a function that waits for the
-        device and returns the metrics."""
+    ) -> _MicroBatchResults | None:
+        """Add a micro-batch's gradients to those of the step. Returns None for a micro-batch that
+        is only padding."""
         config, network = self._config, self._network
         inputs = Inputs.of(micro_batch, self.device, self._shard, probes=config.algorithm.probes)
         reference = self._references.logp(inputs)
@@ -272,12 +271,22 @@ class TrainerEngine:
                 # Zero gradients for every parameter, so that all ranks reduce the same set.
                 nothing = output.logp.sum() + output.log_mass.sum() + 0 * output.indexer_loss
                 self._engine.backward(nothing)
-                return dict
+                return None
             logp, reference = inputs.gather(output.logp, reference)
             total = batch.total_sequences
             policy = self._policy_loss(micro_batch, inputs, logp, reference, total, gaps)
             gaps.add(inputs, logp)
-            penalty, masses = mass_penalty(inputs, output.log_mass, total, config)
+            weight = None
+            if config.algorithm.kept_mass_coef > 0 and inputs.truncated:
+                # Also without probes, because all ranks need the same graph.
+                weight = inputs.head.uncut_probe_weight(config.rollout.sampling.top_k)
+            penalty, kept_mass = kept_mass_penalty(
+                output.log_mass,
+                None if weight is None else to_device(weight, self.device),
+                coef=config.algorithm.kept_mass_coef,
+                top_p=config.rollout.sampling.top_p,
+                total_sequences=total,
+            )
             loss = policy.loss + penalty
             if network.learning_indexers:  # a mean over tokens
                 loss = loss + output.indexer_loss * (
@@ -289,31 +298,21 @@ class TrainerEngine:
             # NaN gradient norm and skip the step.
             factor = tracer.factor if tracer else loss.detach() * 0 + 1
             self._engine.backward(loss * (factor * self._world_size))
-        # `read_metrics` must keep neither the graph nor the inputs alive.
-        policy, shard = replace(policy, loss=policy.loss.detach()), inputs.shard
-        seen = logp.detach() if micro_batch.watched is not None else None
-        entropy, count, held = output.entropy.sum(), len(output.entropy), output.held
-        indexer_loss = output.indexer_loss.detach()
-        tokens = inputs.token_ids.shape[1] - inputs.padding_tokens
-        unrouted = inputs.unrouted_tokens
-
-        def read_metrics() -> dict[str, Metric]:
-            values: dict[str, Metric] = {"entropy/kept": Mean(float(entropy), count)}
-            values["train/tokens"] = Sum(tokens)
-            if layers := network.learning_indexers:
-                values["indexer/kl"] = Mean(float(indexer_loss), tokens * layers)
-            values |= _indexer_metrics(held) | _mass_metrics(masses)
-            if shard.rank == 0:  # its group has the same
-                values |= policy.metrics
-                if micro_batch.follows is not None:
-                    values["train/shared_tokens"] = Sum(micro_batch.shared_tokens)
-            if replay is not None:
-                values |= replay.metrics(unrouted=unrouted)
-            if seen is not None:
-                self.tokens |= seen_tokens(micro_batch, shard, seen, replay)
-            return values
-
-        return read_metrics
+        return _MicroBatchResults(
+            policy=replace(policy, loss=policy.loss.detach()),
+            entropy_sum=output.entropy.sum(),
+            own_tokens=len(output.entropy),
+            topk_attention=output.topk_attention,
+            indexer_loss=output.indexer_loss.detach(),
+            learning_indexers=network.learning_indexers,
+            kept_mass=kept_mass,
+            tokens=inputs.token_ids.shape[1] - inputs.padding_tokens,
+            unrouted_tokens=inputs.unrouted_tokens,
+            micro_batch=micro_batch,
+            shard=inputs.shard,
+            logp_R=None if micro_batch.watched is None else logp.detach(),
+            replay=replay,
+        )
 
     def _policy_loss(
         self,
@@ -362,11 +361,11 @@ class TrainerEngine:
 
     def _forward_only(self, batch: MicroBatch) -> tuple[Inputs, Tensor, Tensor]:
         """Run a forward pass without gradients. Returns the inputs, the log-probabilities [R], and
-        `PolicyOutput.held`."""
+        `PolicyOutput.topk_attention`."""
         inputs = Inputs.of(batch, self.device, self._shard)
         with torch.no_grad(), self._network.keep_routing(inputs, enabled=self._replays):
             output: PolicyOutput = self._engine(inputs=inputs)
-        return inputs, inputs.gather(output.logp, None)[0], output.held
+        return inputs, inputs.gather(output.logp, None)[0], output.topk_attention
 
     def _apply_gradients(self) -> tuple[float, float]:
         """Take the optimizer step and return two gradient norms before clipping: that of all
@@ -427,8 +426,8 @@ class TrainerEngine:
         self._offload.load()
         parts: list[dict[str, Metric]] = []
         for micro_batch in batch.micro_batches:
-            _, logp, held = self._forward_only(micro_batch)
-            parts.append(_indexer_metrics(held))
+            _, logp, topk_attention = self._forward_only(micro_batch)
+            parts.append(_indexer_metrics(topk_attention))
             if self._shard.rank == 0:  # its group has the same log-probabilities
                 parts.append({"nll": Mean(-float(logp.double().sum()), len(logp))})
         return merge(parts)
@@ -532,40 +531,56 @@ class SplitGaps:
         return self._totals.means()
 
 
-def mass_penalty(
-    inputs: Inputs, log_mass: Tensor, total_sequences: int, config: Config
-) -> tuple[Tensor, Tensor]:
-    """Compute this micro-batch's share of the penalty on probability outside the sampling masks
-    (`algorithm.kept_mass_coef`).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MicroBatchResults:
+    """Results of a micro-batch that the device may still be computing. They keep neither the graph
+    nor the inputs alive."""
 
-    c/B Σ_i w_i/|o_i| Σ_t max(0, log top_p² − log m_t)
+    policy: LossOutput
+    """Output of the loss function, detached."""
+    entropy_sum: Tensor
+    own_tokens: int
+    """Number r of sampled tokens that this rank predicts."""
+    topk_attention: Tensor
+    indexer_loss: Tensor
+    learning_indexers: int
+    kept_mass: Tensor
+    """Totals for `kept_mass_metrics`."""
+    tokens: int
+    """Number of this rank's tokens without padding."""
+    unrouted_tokens: int
+    micro_batch: MicroBatch
+    shard: Slice
+    logp_R: Tensor | None
+    """Log-probabilities of the row, if one of its segments will be saved."""
+    replay: Replay | None
 
-    `log_mass` [M] covers this rank's shard of the row. Masks that top-k may have cut (`_CUT`) are
-    skipped, because their probability at sampling time is unknown. Also returns the float32 totals
-    [4] that `_mass_metrics` needs.
-    """
-    coef, sampling, head = config.algorithm.kept_mass_coef, config.rollout.sampling, inputs.head
-    weight, shortfall = torch.zeros_like(log_mass), torch.zeros_like(log_mass)
-    if coef > 0 and inputs.truncated:  # also without probes: all ranks need the same graph
-        uncut = _CUT * head.kept_offsets.diff()[head.probes] <= sampling.top_k
-        weight = to_device(head.probe_weight * uncut, log_mass.device)
-        shortfall = kept_mass_shortfall(log_mass, top_p=sampling.top_p)
-    with torch.no_grad():
-        counted = weight > 0
-        ones = torch.ones_like(log_mass)
-        columns = (log_mass.exp(), ones, shortfall * counted, ones * counted)
-        totals = torch.stack([column.sum() for column in columns])
-    return coef / total_sequences * (weight * shortfall).sum(), totals
+    def metrics(self) -> dict[str, Metric]:
+        """Wait for the device and return the metrics."""
+        values: dict[str, Metric] = {
+            "entropy/kept": Mean(float(self.entropy_sum), self.own_tokens),
+            "train/tokens": Sum(self.tokens),
+        }
+        if self.learning_indexers:
+            count = self.tokens * self.learning_indexers
+            values["indexer/kl"] = Mean(float(self.indexer_loss), count)
+        values |= _indexer_metrics(self.topk_attention) | kept_mass_metrics(self.kept_mass)
+        if self.shard.rank == 0:  # its group has the same
+            values |= self.policy.metrics
+            if self.micro_batch.follows is not None:
+                values["train/shared_tokens"] = Sum(self.micro_batch.shared_tokens)
+        if self.replay is not None:
+            values |= self.replay.metrics(unrouted=self.unrouted_tokens)
+        return values
+
+    def seen_tokens(self) -> dict[int, TokenNumbers]:
+        if self.logp_R is None:
+            return {}
+        return seen_tokens(self.micro_batch, self.shard, self.logp_R, self.replay)
 
 
-def _indexer_metrics(held: Tensor) -> dict[str, Metric]:
+def _indexer_metrics(topk_attention: Tensor) -> dict[str, Metric]:
     """Return `indexer/held`: the fraction of attention on the top k keys, averaged over layers and
     over queries with more than k keys."""
-    attention, queries = held.tolist()
+    attention, queries = topk_attention.tolist()
     return {"indexer/held": Mean(attention, queries)} if queries else {}
-
-
-def _mass_metrics(totals: Tensor) -> dict[str, Metric]:
-    mass, tokens, short, counted = totals.tolist()
-    metrics: dict[str, Metric] = {"sampling/kept_mass": Mean(mass, tokens)} if tokens else {}
-    return metrics | ({"sampling/mass_shortfall": Mean(short, counted)} if counted else {})

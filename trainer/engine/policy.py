@@ -43,6 +43,11 @@ from keel.rl.packing import Loss, MicroBatch
 from keel.rl.types import NO_ROUTE, SamplingMasks, TokenNumbers
 from keel.trainer.engine.zero import initialize
 
+_CUT = 4
+"""A sampling mask counts as possibly cut by top-k if it has more than 1/`_CUT` of the ids that
+top-k allows. Top-k is applied before top-p, but it makes no difference where a few ids hold nearly
+all of the probability."""
+
 
 class PolicyNetwork(nn.Module):
     """A causal language model that computes log-probabilities of sampled tokens without
@@ -111,8 +116,10 @@ class PolicyNetwork(nn.Module):
                 log_mass = inputs.head.kept_mass(hidden, head, logp, temperature=self.temperature)
         indexer_loss = sparse.loss_sum() if sparse.losses else hidden.new_zeros(())
         none = hidden.new_zeros(2, dtype=torch.float32)
-        held = torch.stack(sparse.held).sum(0) if sparse.held else none
-        return PolicyOutput(logp, entropy, log_mass, indexer_loss, held)
+        topk_attention = (
+            torch.stack(sparse.topk_attention).sum(0) if sparse.topk_attention else none
+        )
+        return PolicyOutput(logp, entropy, log_mass, indexer_loss, topk_attention)
 
     def keep_routing(
         self, inputs: Inputs, *, enabled: bool = True
@@ -147,8 +154,8 @@ class PolicyOutput(NamedTuple):
     """[M], log mass of the masks of the probes. M = 0 without gradients or masks."""
     indexer_loss: Tensor
     """[], loss of the indexers, summed over layers and tokens."""
-    held: Tensor
-    """[2], attention within the indexers' top k (`SparsePass.held`), over all layers."""
+    topk_attention: Tensor
+    """[2], attention within the indexers' top k (`SparsePass.topk_attention`), over all layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,6 +359,12 @@ class HeadInputs:
             memo={},
         )
         return whole - logp[to_device(self.probes, logp.device)]
+
+    def uncut_probe_weight(self, top_k: int) -> Tensor:
+        """Return `probe_weight` [M], with 0 for masks that top-k may have cut (`_CUT`), because
+        their probability at sampling time is unknown."""
+        uncut = _CUT * self.kept_offsets.diff()[self.probes] <= top_k
+        return self.probe_weight * uncut
 
 
 def _choose_probes(

@@ -16,12 +16,18 @@ from keel.configs.schema import Config, SamplingConfig
 from keel.model.load import checkpoint_tensors, load_policy
 from keel.model.logprobs import SupportHead
 from keel.model.ulysses import Slice
-from keel.rl.offpolicy import kept_mass_shortfall
+from keel.rl.offpolicy import kept_mass_penalty, kept_mass_shortfall
 from keel.rl.packing import MicroBatch, TrainBatch
 from keel.rl.types import Segment, TokenNumbers
 from keel.trainer.engine import weights
-from keel.trainer.engine.engine import _CUT, mass_penalty
-from keel.trainer.engine.policy import Inputs, PolicyNetwork, References, seen_tokens
+from keel.trainer.engine.policy import (
+    _CUT,
+    HeadInputs,
+    Inputs,
+    PolicyNetwork,
+    References,
+    seen_tokens,
+)
 from keel.trainer.learner import merge_tokens
 from tests.model.families import VOCAB
 from tests.rl.packed import pack
@@ -65,6 +71,15 @@ def hidden_of(token_ids: np.ndarray, positions: np.ndarray, embedding: Tensor) -
     return (here + before).tanh() * 2
 
 
+def mass_penalty(
+    head: HeadInputs, log_mass: Tensor, total_sequences: int, config: Config
+) -> tuple[Tensor, Tensor]:
+    coef, sampling = config.algorithm.kept_mass_coef, config.rollout.sampling
+    weight = head.uncut_probe_weight(sampling.top_k) if coef else None
+    options = {"coef": coef, "total_sequences": total_sequences}
+    return kept_mass_penalty(log_mass, weight, top_p=sampling.top_p, **options)
+
+
 def penalty(
     batch: TrainBatch, config: Config, weight: Tensor, most: int = 64
 ) -> tuple[Tensor, Tensor]:
@@ -77,7 +92,7 @@ def penalty(
         hidden = hidden_of(row.token_ids_N, row.position_N, embedding)
         logp, _ = inputs.head.logprobs(hidden, head)
         log_mass = inputs.head.kept_mass(hidden, head, logp)
-        loss, masses = mass_penalty(inputs, log_mass, batch.total_sequences, config)
+        loss, masses = mass_penalty(inputs.head, log_mass, batch.total_sequences, config)
         losses.append(loss)
         seen.append(masses)
     total = torch.stack(losses).sum()
@@ -142,12 +157,12 @@ def test_fresh_samples_are_not_penalised(sharpness: float, top_k: int) -> None:
     selected = share.cumsum(-1) - share < 0.95
     log_mass = (likeliest * selected).sum(-1).log()
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), selected.sum(-1).cumsum(0)])
-    head: Any = SimpleNamespace(
-        probes=torch.arange(60), kept_offsets=offsets, probe_weight=torch.ones(60)
+    none = torch.zeros(0, dtype=torch.long)
+    head = HeadInputs(
+        *(none, none, none, none, offsets), probes=torch.arange(60), probe_weight=torch.ones(60)
     )
-    inputs: Any = SimpleNamespace(head=head, truncated=True)
     loss, (_, tokens, short, counted) = mass_penalty(
-        inputs, log_mass, 60, settings(top_k=top_k, top_p=0.95)
+        head, log_mass, 60, settings(top_k=top_k, top_p=0.95)
     )
     everything = kept_mass_shortfall(log_mass, top_p=0.95).mean()
     assert loss <= 0.02 * max(everything, 0.01), (loss, everything)
