@@ -1,2 +1,1 @@
-"""The support head, an output layer that computes log-probabilities over sampling masks, and its
-GPU kernels."""
+"""The computations of the support head (`keel.model.logprobs`) on CPUs and GPUs."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keel.model import logprobs
+from keel.model.head import cpu
 from keel.model.logprobs import (
     SupportHead,
     _logit_shape,
@@ -90,10 +91,10 @@ def against_dense(hidden, weight, targets, kept, *, temperature=1.0, tolerance=1
 
 @pytest.fixture(params=["gather", "gemm"])
 def plan(request, monkeypatch):
-    monkeypatch.setattr(logprobs, "_GATHER_COST", 0 if request.param == "gather" else 10**9)
-    monkeypatch.setattr(logprobs, "_GATHER_ELEMENTS", 40)
-    monkeypatch.setattr(logprobs, "_GEMM_ELEMENTS", 1)
-    monkeypatch.setattr(logprobs, "_GEMM_ROWS", 3)
+    monkeypatch.setattr(cpu, "_GATHER_COST", 0 if request.param == "gather" else 10**9)
+    monkeypatch.setattr(cpu, "_GATHER_ELEMENTS", 40)
+    monkeypatch.setattr(cpu, "_GEMM_ELEMENTS", 1)
+    monkeypatch.setattr(cpu, "_GEMM_ROWS", 3)
 
 
 @pytest.mark.parametrize("sizes", [[3, 1, 7, 11, 2, 5, 4], [0] * 7, [0, 4, 0, 1, 0, 11, 6], [2]])
@@ -114,7 +115,7 @@ def test_random_spans_match_a_dense_softmax(sizes, gemm, temperature, scale, sof
     hidden, weight, targets, kept = case(sizes, vocab=13, dim=5, seed=seed)
     bias = torch.randn(13, requires_grad=True) if biased else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logprobs, "_GATHER_COST", 10**9 if gemm else 0)
+        patch.setattr(cpu, "_GATHER_COST", 10**9 if gemm else 0)
         shape = {"bias": bias, "scale": scale, "softcap": softcap}
         # float32 rounds logits relative to their size.
         tolerance = 1e-4 * max(1.0, scale / temperature)
@@ -147,11 +148,11 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("size", "most"), [(4, 10_000), (0, logprobs._GEMM_ROWS * 1000)])
+@pytest.mark.parametrize(("size", "most"), [(4, 10_000), (0, cpu._GEMM_ROWS * 1000)])
 def test_tokens_times_vocabulary_never_exists(size, most):
     hidden, weight, targets, kept = case([size] * 600, vocab=1000, dim=10)
     with pytest.MonkeyPatch.context() as patch, LargestTensor() as largest:
-        patch.setattr(logprobs, "_GEMM_ELEMENTS", 1)
+        patch.setattr(cpu, "_GEMM_ELEMENTS", 1)
         support_logprobs(hidden, weight, targets, *tensors(kept)).sum().backward()
     assert largest.elements <= max(most, weight.numel(), 600 * 4 * 10)
 
