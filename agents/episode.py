@@ -71,7 +71,7 @@ class Budget:
     def refusal(self, calls: int) -> str:
         if calls < self.calls:
             return ""
-        return f"Nothing was run: {self.calls} calls have been, and no more will be."
+        return f"Not run: the limit of {self.calls} tool calls is reached."
 
     def remaining_s(self, usage: Usage) -> float:
         return self.timeout_s - usage.sampling_s - usage.tools_s

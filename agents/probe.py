@@ -60,7 +60,7 @@ async def try_environment(
     except EnvironmentLost as error:
         is_program = isinstance(program, EnvironmentProgram)
         python = f"interpreter {program.python}, " if is_program else ""
-        output = f". Its last words: {error.output}" if error.output else ""
+        output = f". Its output ends with: {error.output}" if error.output else ""
         raise ValueError(
             f"environment {name} cannot be opened for task {task.prompt_id}: "
             f"{error.detail.removeprefix(f'{name}: ')} "
@@ -137,7 +137,7 @@ async def try_program(
     task: Prompt,
     seed: int,
     chat: Chat,
-    speak: Callable[[str], Sequence[int]],
+    turn_ids: Callable[[str], Sequence[int]],
     budget: Budget,
     prompt: SystemPrompt,
 ) -> str:
@@ -148,7 +148,7 @@ async def try_program(
 
     async def sample(request: TurnRequest) -> TurnResult:
         contexts.append(len(request.token_ids_T))
-        ids = np.array(speak(_SCRIPTED_TEXT), np.int32)
+        ids = np.array(turn_ids(_SCRIPTED_TEXT), np.int32)
         is_cut = len(ids) > request.max_tokens
         ids = ids[: request.max_tokens]
         return TurnResult(

@@ -35,7 +35,7 @@ class EnvironmentLost(RuntimeError):
     dead."""
 
     def __init__(self, fault: Fault, during: str, message: str, output: str = "") -> None:
-        tail = f"; its last words: {output}" if output else ""
+        tail = f"; its output ends with: {output}" if output else ""
         super().__init__(f"{LOST}{during}: {message}{tail}")
         self.fault: Fault = fault
         self.during = during

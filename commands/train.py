@@ -220,7 +220,7 @@ def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int
             batches=task.batches,
             learner=learner,
             journal=journal,
-            heldout=task.lessons.heldout if task.config.run.eval_every >= 0 else {},
+            heldout=task.data.heldout if task.config.run.eval_every >= 0 else {},
             save=save,
             should_stop=interrupt,
             say=view.say,

@@ -213,10 +213,10 @@ def split_updates(groups: Sequence[ScoredGroup], updates: int) -> list[list[Scor
     fewer steps are returned, because momentum would move the weights even without a gradient.
     Groups without completions are omitted."""
     sampled = [group for group in groups if group.group.trajectories]
-    teaching = [group for group in sampled if not group.idle]
-    updates = min(updates, max(len(teaching), bool(sampled)))
-    edges = [len(teaching) * step // max(1, updates) for step in range(updates + 1)]
-    steps = [teaching[a:b] for a, b in pairwise(edges)]
+    with_signal = [group for group in sampled if not group.idle]
+    updates = min(updates, max(len(with_signal), bool(sampled)))
+    edges = [len(with_signal) * step // max(1, updates) for step in range(updates + 1)]
+    steps = [with_signal[a:b] for a, b in pairwise(edges)]
     for group in sampled:
         if group.idle:
             min(steps, key=len).append(group)

@@ -53,8 +53,8 @@ _MEMORY_RACE = "Error in memory profiling"
 """vLLM's error when another process frees GPU memory while an engine starts."""
 _STOP_S = 10.0
 _FREED_S = 3.0  # time in seconds until the GPU memory of a killed engine is free
-_MAX_HOMES = 100_000
-_TASKS = {"starting": "start", "loading": "take new weights", "going to sleep": "fall asleep"}
+_MAX_CONVERSATIONS = 100_000
+_TASKS = {"starting": "start", "loading": "load new weights", "going to sleep": "go to sleep"}
 STALL_POLL_S = 2.0
 _CONCURRENT_CALLS = 10_000  # more than an engine receives, so the actor never queues a call
 _RAISED = re.compile(r"^\s*(?:\w+\.)*\w*(?:Error|Exception|Interrupt): ", re.MULTILINE)
@@ -154,7 +154,8 @@ class RolloutPool:
         self._current_sleep: Future[None] | None = None
         self._stalls = _StallDetector()
         self._queue: list[_Request] = []
-        self._homes: OrderedDict[str, int] = OrderedDict()  # slot by conversation, oldest first
+        self._prefix_slots: OrderedDict[str, int] = OrderedDict()
+        """Index of the slot that has each conversation's prefix, least recently used first."""
 
     @property
     def steps(self) -> int:
@@ -358,15 +359,16 @@ class RolloutPool:
         if not isinstance(request.sample, TurnRequest):
             return chosen
         conversation = request.sample.conversation
-        if (home := self._homes.get(conversation)) is not None:
-            if self.slots[home] in available:
-                chosen = self.slots[home]
-            elif self.slots[home].stage == "ready" and 2 * chosen.load >= self.slots[home].load:
+        if (index := self._prefix_slots.get(conversation)) is not None:
+            cached = self.slots[index]
+            if cached in available:
+                chosen = cached
+            elif cached.stage == "ready" and 2 * chosen.load >= cached.load:
                 return None
-        self._homes[conversation] = chosen.index
-        self._homes.move_to_end(conversation)
-        if len(self._homes) > _MAX_HOMES:
-            self._homes.popitem(last=False)
+        self._prefix_slots[conversation] = chosen.index
+        self._prefix_slots.move_to_end(conversation)
+        if len(self._prefix_slots) > _MAX_CONVERSATIONS:
+            self._prefix_slots.popitem(last=False)
         return chosen
 
     def _complete(self, request: _Request, reply: Future[Any]) -> None:
@@ -465,7 +467,7 @@ class RolloutPool:
                     self._replace(slot, EngineError(f"did not {_TASKS[slot.stage]} in time"))
             elif slot.stage == "ready" and oldest and now >= oldest.sent + silent_s:
                 error = EngineError(
-                    f"fell silent: no {oldest.label} within {silent_s:g} s, though "
+                    f"returned no {oldest.label} within {silent_s:g} s, although "
                     f"rollout.timeout_s = {self._config.timeout_s:g} cuts it"
                 )
                 self._replace(slot, error)

@@ -42,7 +42,11 @@ from keel.rewards.sandbox.environments import Network, environment_sandbox, find
 from keel.rl.turns import Chat
 from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.chat.template_checks import check_calls_in_thinking, check_prefix_law, ends_of
+from keel.rollout.chat.template_checks import (
+    check_calls_in_thinking,
+    check_prefix_preserving,
+    ends_of,
+)
 
 _CRASHES = {"drop": (), "zero": POLICY_PHASES, "zero-in-grading-too": (*POLICY_PHASES, "verdict")}
 """Maps each value of `on_crash` to the phases in which a crash is blamed on the policy."""
@@ -63,10 +67,10 @@ def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
             ends=ends,
             marks=config.model.thinking_marks,
         )
-        check_prefix_law(chat, modes=sorted(modes), tools=())
+        check_prefix_preserving(chat, modes=sorted(modes), tools=())
         if any(map(config.calls_in_thinking, config.data.sources)):
             thinking_chat = chat.with_tools_in_thinking()
-            check_prefix_law(thinking_chat, modes=[True])
+            check_prefix_preserving(thinking_chat, modes=[True])
             check_calls_in_thinking(thinking_chat)
     except ValueError as error:
         raise _unusable(config, error) from error
@@ -110,7 +114,7 @@ def check_environments(
             raise _invalid(source, error) from error
     if chat.tool_modes:
         try:
-            check_prefix_law(chat, modes=sorted(chat.tool_modes))
+            check_prefix_preserving(chat, modes=sorted(chat.tool_modes))
         except ValueError as error:
             raise _unusable(config, error) from error
     return notes
@@ -142,7 +146,7 @@ async def _try_source(
             task=task,
             seed=seed,
             chat=chat,
-            speak=partial(_spoken_ids, chat, thinking=source.thinking),
+            turn_ids=partial(_turn_ids, chat, thinking=source.thinking),
             budget=budget(config, source),
             prompt=prompt,
         )
@@ -153,7 +157,7 @@ def _invalid(source: SourceConfig, error: Exception) -> ConfigError:
     return ConfigError(f"data.sources[{source.name}].environment: {error}")
 
 
-def _spoken_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
+def _turn_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
     """Return the token ids that the policy would have to sample to produce `text`."""
     question = [{"role": "user", "content": "?"}]
     thought = {"reasoning_content": "Hm."} if thinking else {}  # some formats need it

@@ -33,13 +33,13 @@ from keel.rl.sft import SftExample
 from keel.rl.types import ScoredGroup, Segment, StepResult, TokenNumbers
 from keel.trainer.nonfinite import Finding, describe_findings
 from keel.trainer.placement.hardware import RANK_CPUS
-from keel.trainer.placement.memory import reading_ranks
 from keel.trainer.placement.watchdog import available_cores
 from keel.trainer.run.checkpoint import SaveError
 from keel.trainer.run.folder import MARK
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
 from keel.trainer.run.trajectory_files import watched_segments
+from keel.trainer.zero_options import reading_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -14,7 +14,7 @@ from keel.configs.load import load_config, load_recipe
 from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.sft import TEXT
 from keel.data.conversations.forms import Example, Render
-from keel.data.conversations.load import Lessons, load_lessons
+from keel.data.conversations.load import SftData, load_sft_data
 from keel.data.conversations.text import Encoded
 from keel.data.dataset import Dataset
 from keel.model.tiny.cold_start import TAUGHT
@@ -25,7 +25,7 @@ from keel.rl.types import Segment
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.render import Encoder
 from keel.rollout.chat.render_given import render_given
-from keel.rollout.chat.template_checks import check_prefix_law
+from keel.rollout.chat.template_checks import check_prefix_preserving
 from keel.trainer.placement.families import check_indexer_length
 from keel.trainer.placement.nodes import detect_hardware
 from keel.trainer.placement.plan import model_line, ranks_line
@@ -44,7 +44,7 @@ _ATTENTION = {
 class SftTask(PlannedModel):
     """A validated recipe for supervised training, along with its conversations or texts."""
 
-    lessons: Lessons
+    data: SftData
     batches: Batches
     recipe: Config
     """The complete recipe. `config` contains only what affects supervised training."""
@@ -72,7 +72,7 @@ class SftTask(PlannedModel):
         passes = f", {seen:.3g} passes over the data" if seen else ""
         passes += " (sft.epochs, and not run.steps)" if sft.epochs else ""
         batch = f"{size} a step, in micro-batches of {trainer.micro_batch_tokens:,} tokens"
-        reports = self.lessons.report.items()
+        reports = self.data.report.items()
         data = [line for name, report in reports for line in report.lines(name)]
         if self.format:
             data.append(f"chats are written in the format {self.format}")
@@ -121,7 +121,7 @@ def prepare_sft(
         name = config.model.tokenizer or config.model.path
         raise ConfigError(f"the tokenizer of {name!r}: {error}") from error
     heldout = prompts.heldout.values() if prompts else ()
-    lessons = load_lessons(
+    data = load_sft_data(
         config.sft,
         seed=config.run.seed,
         render=_chat_renderer(chat),
@@ -131,22 +131,22 @@ def prepare_sft(
         reserved=set(prompts.reserved) if prompts else set(),
         reserved_ids={prompt.prompt_id for each in heldout for prompt in each},
     )
-    for lesson in chain(*lessons.train.sources.values(), *lessons.heldout.values()):
-        for segment in lesson.segments:
+    for example in chain(*data.train.sources.values(), *data.heldout.values()):
+        for segment in example.segments:
             check_ids(segment.token_ids_T, facts.vocab_size, segment.prompt_id)
-    epoch = sum(s.repeat * lessons.report[s.name].learned for s in config.sft.sources)
-    batches = Batches(lessons.train, config.sft, epoch=epoch)
+    epoch = sum(s.repeat * data.report[s.name].learned for s in config.sft.sources)
+    batches = Batches(data.train, config.sft, epoch=epoch)
     if config.sft.epochs:
         config = replace(config, run=replace(config.run, steps=_total_steps(config, batches)))
     if only_text:
-        longest = max(report.longest for report in lessons.report.values())
+        longest = max(report.longest for report in data.report.values())
         check_indexer_length(config, facts, longest=longest)
     warnings = [*model.warnings]
     if config.sft.epochs and any(each.startswith("run.steps=") for each in overrides):
         warnings.append("run.steps is ignored because sft.epochs is set; sft.epochs=0 uses it")
     return SftTask(
         **vars(replace(model, config=config, warnings=warnings)),
-        lessons=lessons,
+        data=data,
         batches=batches,
         recipe=whole,
         prompts=prompts,
@@ -200,7 +200,7 @@ def _chat_renderer(chat: TemplateChat | None) -> Render:
         ]
         kind = (example.thinking, bool(tools))
         if len(example.trained) > 1 and kind not in checked:
-            check = check_prefix_law if tools else partial(check_prefix_law, tools=())
+            check = check_prefix_preserving if tools else partial(check_prefix_preserving, tools=())
             check(chat, modes=(example.thinking,))
             checked.add(kind)
         contexts = render_given(

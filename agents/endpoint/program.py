@@ -56,7 +56,7 @@ class _ProgramResult:
     answer: str | None = None
 
     def describe(self, program: AgentProgram) -> str:
-        tail = f"; its last words: {self.output}" if self.output else ""
+        tail = f"; its output ends with: {self.output}" if self.output else ""
         return f"agent program {program.name} {self.failed or 'ended'}{tail}"
 
 

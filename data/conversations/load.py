@@ -43,7 +43,7 @@ from keel.rl.summary import FAIL
 class _Report:
     """Conversation and token counts for a source."""
 
-    lessons: Sequence[SftExample]  # conversations to train on
+    trained: Sequence[SftExample]
     heldout: int
     documents: int  # number of documents with training windows (text sources only)
     sampled: int  # number of conversations that keep the exact tokens sampled by a policy
@@ -52,21 +52,21 @@ class _Report:
 
     @property
     def learned(self) -> int:
-        return len(self.lessons)
+        return len(self.trained)
 
     @property
     def longest(self) -> int:
-        return max((lesson.longest for lesson in self.lessons), default=0)
+        return max((one.longest for one in self.trained), default=0)
 
     def lines(self, name: str) -> Iterator[str]:
         kind = "windows" if self.documents else "conversations"
         line = f"{name}: {self.learned:,} {kind} to learn from, {self.heldout:,} held out"
         if self.documents:
             line += f"; of {self.documents:,} documents"
-        if self.lessons:
-            learned = sum(lesson.learned_tokens for lesson in self.lessons)
-            tokens = sum(lesson.total_tokens for lesson in self.lessons)
-            contexts = sum(len(lesson.segments) for lesson in self.lessons)
+        if self.trained:
+            learned = sum(one.learned_tokens for one in self.trained)
+            tokens = sum(one.total_tokens for one in self.trained)
+            contexts = sum(len(one.segments) for one in self.trained)
             line += f"; {learned:,} of {tokens:,} tokens learned, in {contexts:,} contexts "
             line += f"of at most {self.longest:,}"
         if self.sampled:
@@ -78,7 +78,7 @@ class _Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lessons:
+class SftData:
     train: Stream[SftExample]
     heldout: Mapping[str, tuple[SftExample, ...]]
     """Held-out conversations by source name, without sources that hold none out."""
@@ -86,7 +86,7 @@ class Lessons:
 
 
 class _Usable(NamedTuple):
-    lesson: SftExample
+    sft_example: SftExample
     example: Example
     question: str
     key: str  # identifies the unit that is held out as a whole: a question, or one window of a text
@@ -99,7 +99,7 @@ class _Part(NamedTuple):
     held: set[str]
 
 
-def load_lessons(
+def load_sft_data(
     config: SftConfig,
     *,
     seed: int,
@@ -109,7 +109,7 @@ def load_lessons(
     encoded: Encoded | None = None,
     reserved: Collection[str] = (),
     reserved_ids: Collection[str] = (),
-) -> Lessons:
+) -> SftData:
     """Read every source, remove duplicates, and split off the held-out conversations.
 
     A question held out by one source isn't trained on in any other. If a document is too long for
@@ -140,7 +140,7 @@ def load_lessons(
     report: dict[str, _Report] = {}
     for source in config.sources:
         part = parts[source.name]
-        own = tuple(one.lesson for one in part.usable if one.key in part.held)
+        own = tuple(one.sft_example for one in part.usable if one.key in part.held)
         not_held = [one for one in part.usable if one.key not in every_held]
         kept = [
             one
@@ -160,11 +160,11 @@ def load_lessons(
                 f"Add conversations, or lower holdout = {source.holdout}"
                 + "".join(f"; the first malformed one: {line}" for line in part.skipped[:1])
             )
-        train[source.name] = [one.lesson for one in kept] if source.repeat > 0 else []
+        train[source.name] = [one.sft_example for one in kept] if source.repeat > 0 else []
         if own:
             heldout[source.name] = own
         report[source.name] = _Report(
-            lessons=train[source.name],
+            trained=train[source.name],
             heldout=len(own),
             documents=len({one.question for one in kept}) if source.is_text else 0,
             sampled=sum(bool(e.segments) and not e.document for _, e, _, _ in kept),
@@ -172,17 +172,17 @@ def load_lessons(
             skipped=part.skipped,
         )
 
-    def content(lesson: SftExample) -> str:
+    def content(example: SftExample) -> str:
         """Return a text that changes whenever the conversation's tokens change."""
         tokens = hashlib.blake2b(digest_size=16)
-        for segment in lesson.segments:
+        for segment in example.segments:
             tokens.update(segment.token_ids_T.tobytes())
             tokens.update(segment.trainable_T.tobytes())
-        return f"{lesson.prompt_id} {tokens.hexdigest()}"
+        return f"{example.prompt_id} {tokens.hexdigest()}"
 
     shares = {s.name: s.repeat * len(train[s.name]) for s in config.sources}
     stream = Stream(train, weights=shares, seed=seed, content=content)
-    return Lessons(train=stream, heldout=heldout, report=report)
+    return SftData(train=stream, heldout=heldout, report=report)
 
 
 def _part(
@@ -216,11 +216,11 @@ def _part(
                 ) from error
             skipped.append(why)
             continue
-        lesson = SftExample(prompt_id=f"{source.name}/{content}", segments=segments)
-        if lesson.longest > config.max_context_tokens:
+        sft_example = SftExample(prompt_id=f"{source.name}/{content}", segments=segments)
+        if sft_example.longest > config.max_context_tokens:
             if config.long_conversations == "error":
                 raise ConfigError(
-                    f"{example.origin} has {lesson.longest} tokens, more than "
+                    f"{example.origin} has {sft_example.longest} tokens, more than "
                     f"sft.max_context_tokens = {config.max_context_tokens} ({knob}): raise it, or "
                     "set sft.long_conversations: drop to leave such conversations out"
                 )
@@ -228,7 +228,7 @@ def _part(
             continue
         taken[prompt].add(example.origin)
         key = content if example.document else example.question
-        usable.append(_Usable(lesson, example, example.question, key))
+        usable.append(_Usable(sft_example, example, example.question, key))
     left_out = {
         **read.unselected,
         "malformed": len(skipped),

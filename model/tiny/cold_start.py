@@ -421,11 +421,11 @@ def _conversation_ids(
         ids.extend(new)
         by_policy.extend([sampled] * len(new))
 
-    def render(stop: int, *, speak: bool) -> str:
+    def render(stop: int, *, add_generation_prompt: bool) -> str:
         text = tokenizer.apply_chat_template(
             [dict(message) for message in messages[:stop]],
             tools=[tool.as_json() for tool in tools] or None,
-            add_generation_prompt=speak,
+            add_generation_prompt=add_generation_prompt,
             enable_thinking=thinking,
             tokenize=False,
         )
@@ -435,7 +435,8 @@ def _conversation_ids(
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before, after = render(place, speak=True), render(place + 1, speak=False)
+        before = render(place, add_generation_prompt=True)
+        after = render(place + 1, add_generation_prompt=False)
         turn, end, _ = after[len(before) :].rpartition(TURN_END)
         interrupted = tools_in_thinking and done and messages[place - 1]["role"] != "tool"
         if interrupted or not (before.startswith(done) and after.startswith(before) and end):

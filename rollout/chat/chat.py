@@ -190,11 +190,11 @@ class TemplateChat:
         tools: Sequence[ToolSpec],
         *,
         thinking: bool,
-        speak: bool = True,
+        add_generation_prompt: bool = True,
     ) -> str:
         """Render a conversation as text. Everything that does not come from the template is marked
-        (see `keel.rollout.chat.render`). If `speak` is set, the text ends with the start of the
-        policy's turn. Raises ValueError if the template rejects the messages."""
+        (see `keel.rollout.chat.render`). With `add_generation_prompt`, the text ends with
+        the start of the policy's turn. Raises ValueError if the template rejects the messages."""
         if tools and self.format.name == "plain":
             raise ValueError(
                 f"{self.name} writes calls in an unknown format. Use a model with the "
@@ -203,7 +203,11 @@ class TemplateChat:
         shielded = [self._shield_message(message) for message in drop_old_thinking(messages)]
         offered: Any = map_strings([tool.as_json() for tool in tools], self.encoder.shield)
         try:
-            return render(self._tokenizer, shielded, offered, thinking=thinking, speak=speak)
+            return render(
+                *(self._tokenizer, shielded, offered),
+                thinking=thinking,
+                add_generation_prompt=add_generation_prompt,
+            )
         except (TemplateError, TypeError, ValueError) as error:
             if self._coded:
                 raise
@@ -250,7 +254,7 @@ class TemplateChat:
         Raises ValueError if the template renders `messages` differently once `reply` follows.
         """
         before = self.text(messages, tools, thinking=thinking)
-        whole = self.text([*messages, reply], tools, thinking=thinking, speak=False)
+        whole = self.text([*messages, reply], tools, thinking=thinking, add_generation_prompt=False)
         # Some templates omit a think block at the end of the prompt from the history.
         opened, closed = map(re.escape, (self.marks.open, self.marks.close))
         without_mode = re.sub(rf"(?:{opened}\s*)?(?:{closed}\s*)?\Z", "", before)
@@ -360,7 +364,7 @@ class TemplateChat:
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": answer, "reasoning_content": thought},
         ]
-        text = self.text(messages, (), thinking=True, speak=False)
+        text = self.text(messages, (), thinking=True, add_generation_prompt=False)
         between = text.partition(thought)[2].partition(answer)
         close = self.marks.close
         return between[0] if between[1] and close in between[0] else f"\n{close}\n\n"

@@ -212,10 +212,10 @@ def render(
     tools: Sequence[Mapping[str, Any]],
     *,
     thinking: bool,
-    speak: bool = True,
+    add_generation_prompt: bool = True,
 ) -> str:
-    """Render a conversation with the chat template or with DeepSeek-V3.2's code. If `speak` is set,
-    the text ends with the start of the policy's turn.
+    """Render a conversation with the chat template or with DeepSeek-V3.2's code. With
+    `add_generation_prompt`, the text ends with the start of the policy's turn.
 
     Developer messages become system messages if the template doesn't support them. Template errors
     are passed through unchanged.
@@ -227,7 +227,7 @@ def render(
     return tokenizer.apply_chat_template(
         messages,
         tools=list(tools) or None,
-        add_generation_prompt=speak,
+        add_generation_prompt=add_generation_prompt,
         enable_thinking=thinking,  # Qwen3 and most others
         thinking=thinking,  # DeepSeek, Granite
         reasoning=thinking,  # Command A

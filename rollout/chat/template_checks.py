@@ -22,7 +22,7 @@ _TOOLS = tuple(
 )
 
 
-def check_prefix_law(
+def check_prefix_preserving(
     chat: TemplateChat, *, tools: Sequence[ToolSpec] = _TOOLS, modes: Sequence[bool] = (True, False)
 ) -> None:
     """Check that extending a conversation turn by turn gives the same ids as rendering it all at
@@ -51,7 +51,7 @@ def check_calls_in_thinking(chat: TemplateChat) -> None:
     """Check that the policy can call tools only while thinking, and that it resumes thinking after
     the tool result. Raises ValueError naming the template and a fix.
 
-    `chat` must have `tools_in_thinking` set and pass `check_prefix_law`.
+    `chat` must have `tools_in_thinking` set and pass `check_prefix_preserving`.
     """
     messages: list[Message] = [{"role": "user", "content": "Which?"}]
     reply = _make_reply(0, 1, _TOOLS, thinking=True)

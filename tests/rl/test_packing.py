@@ -170,8 +170,8 @@ def test_idle_groups_are_spread_over_updates(count: int) -> None:
         assert len(parts) == min(updates, count)
         sizes = [len(part) for part in parts]
         assert sum(sizes) == count + idle and max(sizes) - min(sizes) <= 1
-        teaching = [sum(not group.idle for group in part) for part in parts]
-        assert min(teaching) >= 1 and max(teaching) - min(teaching) <= 1
+        with_signal = [sum(not group.idle for group in part) for part in parts]
+        assert min(with_signal) >= 1 and max(with_signal) - min(with_signal) <= 1
     assert split_updates([same] * 2, 3) == [[same] * 2]
 
 

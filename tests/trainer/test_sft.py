@@ -186,7 +186,7 @@ def test_heldout_prompts_are_not_trained_on(tmp_path: Path, kind: str) -> None:
         sampled = {"name": "chats", "source": "trajectories", "path": write("t.jsonl", rows)}
         knobs.append(f"sft.sources={json.dumps([sampled])}")
     task = prepare_sft(recipe(tmp_path, holdout=0), knobs)
-    report = task.lessons.report["chats"]
+    report = task.data.report["chats"]
     assert (report.learned, report.left_out) == (7, {"held out by data.sources": 5})
     assert task.config.data.sources == () and task.config.algorithm.mask_delta is None
 

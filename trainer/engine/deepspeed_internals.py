@@ -164,7 +164,7 @@ def clip_apart(optimizer: Any, apart: Set[nn.Parameter]) -> None:
 # Memory held between two steps
 
 
-class HeldTensors:
+class EngineTensors:
     """The tensors that a DeepSpeed engine holds between two steps."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:

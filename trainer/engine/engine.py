@@ -42,7 +42,7 @@ from keel.rl.types import TokenNumbers
 from keel.trainer.engine import zero
 from keel.trainer.engine.checkpoint import Checkpoints
 from keel.trainer.engine.deepspeed_internals import (
-    HeldTensors,
+    EngineTensors,
     check_libraries,
     clip_apart,
     discard_gradient_sums,
@@ -69,9 +69,9 @@ from keel.trainer.engine.weights import (
     read_once,
 )
 from keel.trainer.nonfinite import Finding, NanTracer, SkipCounter
-from keel.trainer.placement.memory import reading_ranks, sums_in_float32
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.restarts import UpdateOutOfMemory
+from keel.trainer.zero_options import reading_ranks, sums_in_float32, zero_stage
 from keel.weights.channel import FlatBucket
 
 MIB = 2**20
@@ -103,7 +103,7 @@ class TrainerEngine:
         self.device = zero.join_ranks(rank, world_size, store, timeout_s=timeout_s)
         dtype = zero.compute_dtype(config, self.device)
         torch.manual_seed(config.run.seed)
-        self._stage = zero.zero_stage(trainer, dtype)
+        self._stage = zero_stage(trainer, float32=dtype == torch.float32)
         self._scales_loss = dtype == torch.float16
         most = config.run.max_skipped_steps
         # In float16 the first steps may be skipped until the loss scale fits.
@@ -441,7 +441,7 @@ class TrainerEngine:
         alone = self._world_size == 1 and outside_zero and not self._updated
         if alone:
             self._network.zero_grad(set_to_none=True)
-            for total in HeldTensors(self._engine).gradient_sums():
+            for total in EngineTensors(self._engine).gradient_sums():
                 if total.untyped_storage().nbytes():  # it may be offloaded
                     total.zero_()
             torch.cuda.empty_cache()

@@ -118,7 +118,7 @@ class Offload:
         device: torch.device,
         config: Config,
     ) -> None:
-        self._held, module = internals.HeldTensors(engine), cast(Any, engine.module)
+        self._tensors, module = internals.EngineTensors(engine), cast(Any, engine.module)
         self._references, self._device = nn.ModuleList(references), device
         gpu = device.type == "cuda"
         planned = trainer_memory(config, facts_of(module.model.config), gpu=gpu).parts
@@ -143,14 +143,14 @@ class Offload:
     def offload(self, *, weights: bool) -> None:
         """Free memory until this rank uses no more than `_max_resident_bytes`. Weights are
         offloaded last, and only if `weights` is set."""
-        self._gradients.offload(self._held.gradient_sums())
-        self._buckets.offload(self._held.buckets())
-        self._held.drop_gathered()
+        self._gradients.offload(self._tensors.gradient_sums())
+        self._buckets.offload(self._tensors.buckets())
+        self._tensors.drop_gathered()
         parts = [
             (self._frozen, [*internals.weights_of(self._references)]),
-            (self._rest, self._held.other_state()),
-            (self._state, self._held.optimizer_state()),
-            (self._weights, self._held.weights()),
+            (self._rest, self._tensors.other_state()),
+            (self._state, self._tensors.optimizer_state()),
+            (self._weights, self._tensors.weights()),
         ]
         held = [tensor for _, tensors in parts for tensor in tensors]
         for _ in range(_TRIES):
@@ -174,7 +174,7 @@ class Offload:
         needed = (self._gradients, self._buckets, self._rest, self._frozen)
         need = SPARE + _SLACK * self._activations + sum(b.offloaded_bytes for b in needed)
         if self._room < math.inf:
-            self._state.offload(self._held.optimizer_state(), need - self._free())
+            self._state.offload(self._tensors.optimizer_state(), need - self._free())
             self._empty_cache()
         for buffer in needed:
             buffer.load()
@@ -188,11 +188,11 @@ class Offload:
             self._activations = max(self._activations, float(peak))
         if self._room == math.inf:
             return
-        moments = self._held.missing_moment_bytes(self._device)
+        moments = self._tensors.missing_moment_bytes(self._device)
         need = self._state.offloaded_bytes + moments + self._update_bytes
         if need + SPARE > self._free():
-            self._held.drop_gathered()
-            self._buckets.offload(self._held.buckets())
+            self._tensors.drop_gathered()
+            self._buckets.offload(self._tensors.buckets())
             self._frozen.offload(internals.weights_of(self._references))
         self._empty_cache()  # avoids fragments left by activations
         self._state.load()

@@ -31,7 +31,7 @@ from keel.trainer.engine.deepspeed_internals import (
     whole_shape,
 )
 from keel.trainer.engine.expert_parallel import autoep_config, by_expert_group
-from keel.trainer.placement.memory import bucket_elements
+from keel.trainer.zero_options import bucket_elements, zero_stage
 
 SCALE_POWER = 16
 """Base-2 logarithm of the initial loss scale in float16. The scale is halved after each
@@ -102,7 +102,7 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Build DeepSpeed's config. Gradients are accumulated and reduced in float32. DeepSpeed is set
     up to accumulate over a single micro-batch, and the engine itself marks the end of a step."""
-    stage = zero_stage(trainer, dtype)
+    stage = zero_stage(trainer, float32=dtype == torch.float32)
     # DeepSpeed allocates the whole bucket even for a smaller model.
     elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
     bucket = min(bucket_elements(trainer), elements)
@@ -148,11 +148,6 @@ def frozen_config(config: Mapping[str, Any]) -> dict[str, Any]:
         return dict(config)
     rest = {name: value for name, value in config.items() if name not in ("bf16", "fp16")}
     return {**rest, "zero_optimization": {"stage": 0}}
-
-
-def zero_stage(trainer: TrainerConfig, dtype: torch.dtype) -> int:
-    """Return the ZeRO stage to use. At stage 0, DeepSpeed keeps no float32 master weights."""
-    return trainer.zero_stage if dtype == torch.float32 else max(1, trainer.zero_stage)
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from keel.configs.schema import Config, ConfigError, TrainerConfig
+from keel.configs.schema import Config, ConfigError
 from keel.rl.prefix_sharing import estimate_packing
+from keel.trainer.zero_options import bucket_elements, sums_in_float32, zero_stage
 
 if TYPE_CHECKING:
     from keel.model.load import ModelFacts  # so that light modules do not load torch
@@ -36,9 +37,6 @@ ENGINE_BEYOND_GIB = 1.0
 of five randomly drawn workloads."""
 _TRAINER_UNUSED_GIB = 1.5  # held by PyTorch's allocator beyond a step's tensors: 0.2 to 2.4 GiB
 _SAMPLER_BYTES = 20  # per vocabulary id and sequence: logits, probabilities, both sorted with ids
-_BUCKET_ELEMENTS, _LONE_BUCKET_ELEMENTS = 500_000_000, 50_000_000
-"""DeepSpeed's default gradient bucket size, and the size for a single rank, which has nothing to
-reduce."""
 _ZERO_2_BUCKETS = 4  # buckets and copies under ZeRO-2, fitted to three measured steps
 _LIVE_ELEMENTS = 1_000_000_000  # parameters that ZeRO-3 keeps gathered (DeepSpeed's default)
 _KEPT_ID_BYTES, _MEAN_KEPT = 60, 8
@@ -230,10 +228,8 @@ def _learned_parameters(config: Config, facts: ModelFacts) -> tuple[int, int]:
 
 
 def stage_in_use(config: Config, *, gpu: bool) -> int:
-    """Return the ZeRO stage in use. Same as `keel.trainer.engine.zero.zero_stage`, but without
-    importing that module."""
-    mixed = gpu and config.model.dtype != "float32"
-    return max(1, config.trainer.zero_stage) if mixed else config.trainer.zero_stage
+    """Return the ZeRO stage that a rank uses on a GPU or a CPU."""
+    return zero_stage(config.trainer, float32=not gpu or config.model.dtype == "float32")
 
 
 def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
@@ -318,24 +314,6 @@ def update_copy_bytes(config: Config, parts: Mapping[str, float], *, gpu: bool) 
     if stage == 3:
         return min(parts["gradients"], _SUB_GROUP_BYTES)
     return parts["gradients"] / (trainer.ranks if stage == 1 else 1)
-
-
-def reading_ranks(trainer: TrainerConfig) -> int:
-    """Return how many ranks read the model from disk: only rank 0 under ZeRO-3, and otherwise the
-    first rank that holds each expert. DeepSpeed broadcasts the weights to the other ranks."""
-    return 1 if trainer.zero_stage == 3 else trainer.expert_parallel
-
-
-def bucket_elements(trainer: TrainerConfig) -> int:
-    """Return the maximum number of elements in a gradient bucket. A single rank uses a smaller
-    bucket, except under ZeRO-2 without an offloaded optimizer."""
-    lone = trainer.ranks == 1 and (trainer.zero_stage != 2 or trainer.offload_optimizer)
-    return _LONE_BUCKET_ELEMENTS if lone else _BUCKET_ELEMENTS
-
-
-def sums_in_float32(dtype: str, trainer: TrainerConfig) -> bool:
-    """Return True if DeepSpeed's bfloat16 optimizer sums gradients in float32."""
-    return dtype == "bfloat16" and trainer.zero_stage <= 1 and not trainer.offload_optimizer
 
 
 def _support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:

@@ -17,6 +17,7 @@ from keel.trainer.placement.memory import (
     gib,
 )
 from keel.trainer.placement.step_time import StepTime, step_time
+from keel.trainer.zero_options import reading_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ def plan_placed(
             )
     plan = make_plan(config, facts, hardware, shared=placement.shared)
     each = memory.host_bytes(config, facts, plan.offload)
-    reading = memory.reading_ranks(config.trainer)
+    reading = reading_ranks(config.trainer)
     whole = facts.parameters * memory.BYTES[config.model.dtype]
     for node, ranks in placement.ranks_by_node:
         here = min(ranks, reading)

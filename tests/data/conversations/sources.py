@@ -7,7 +7,7 @@ from typing import Any
 
 from keel.configs.schema import ConversationsConfig, SftConfig
 from keel.data.conversations.forms import Example
-from keel.data.conversations.load import Lessons, load_lessons
+from keel.data.conversations.load import SftData, load_sft_data
 from keel.rl.sft import supervised_segment
 from keel.rl.types import Segment
 
@@ -49,8 +49,8 @@ def load(
     reserved: Collection[str] = (),
     reserved_ids: Collection[str] = (),
     **config: Any,
-) -> Lessons:
-    return load_lessons(
+) -> SftData:
+    return load_sft_data(
         SftConfig(sources=sources, **config),
         seed=0,
         render=letters,

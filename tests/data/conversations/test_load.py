@@ -10,7 +10,7 @@ import pytest
 
 from keel.configs.schema import ConfigError, ConversationsConfig
 from keel.data.conversations.forms import Example
-from keel.data.conversations.load import Lessons
+from keel.data.conversations.load import SftData
 from tests.data.conversations.sources import chat, load, said, source, write
 
 
@@ -79,11 +79,11 @@ def test_worked_solutions(tmp_path: Path) -> None:
 COLUMNS = {"prompt": "instruction", "completion": "out.text"}
 
 
-def loaded(path: str, kind: Any = "file", **knobs: Any) -> Lessons:
+def loaded(path: str, kind: Any = "file", **knobs: Any) -> SftData:
     return load(ConversationsConfig(name="told", source=kind, path=path, **knobs))
 
 
-def texts(lessons: Lessons) -> list[str]:
+def texts(lessons: SftData) -> list[str]:
     streamed = lessons.train.sources["told"]
     return sorted("".join(map(chr, one.segments[0].token_ids_T)) for one in streamed)
 

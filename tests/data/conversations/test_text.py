@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from keel.configs.schema import ConversationsConfig, SftConfig
-from keel.data.conversations.load import Lessons, load_lessons
+from keel.data.conversations.load import SftData, load_sft_data
 from keel.data.conversations.text import Encoded, _answer_positions, _retrieval_texts
 
 BEGIN, END = 1, 2
 
 
-def load(path: Path | str = "", *, window: int = 6, **knobs: Any) -> Lessons:
+def load(path: Path | str = "", *, window: int = 6, **knobs: Any) -> SftData:
     given: dict[str, Any] = {"name": "s", "source": "text", "path": str(path), **knobs}
-    return load_lessons(
+    return load_sft_data(
         SftConfig(sources=(ConversationsConfig(**given),), max_context_tokens=window),
         seed=0,
         render=lambda example: pytest.fail(f"{example.origin} is no conversation"),
@@ -26,7 +26,7 @@ def load(path: Path | str = "", *, window: int = 6, **knobs: Any) -> Lessons:
     )
 
 
-def learned(lessons: Lessons) -> dict[str, list[tuple[list[int], list[int]]]]:
+def learned(lessons: SftData) -> dict[str, list[tuple[list[int], list[int]]]]:
     """Letter of a document → its windows in order: (ids, ids to learn), for one epoch."""
     report = lessons.report["s"]
     found: dict[str, list[tuple[list[int], list[int]]]] = {}
@@ -57,7 +57,7 @@ def test_every_token_is_learned_once(tmp_path: Path) -> None:
     assert second == ([a] * 6, [a] * 5) and third == ([a, a, a, END], [a, a, END])
     report = lessons.report["s"]
     assert (report.documents, report.learned) == (3, 5)
-    assert sum(lesson.learned_tokens for lesson in report.lessons) == 13 + 4 + 5
+    assert sum(lesson.learned_tokens for lesson in report.trained) == 13 + 4 + 5
     assert report.left_out == {"files of other kinds (picture.png)": 1, "repeated": 1}
 
 

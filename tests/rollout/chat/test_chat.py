@@ -19,7 +19,7 @@ from keel.rollout.chat.render import (
     render_prompt,
 )
 from keel.rollout.chat.render_given import render_given
-from keel.rollout.chat.template_checks import check_prefix_law
+from keel.rollout.chat.template_checks import check_prefix_preserving
 from tests.rollout.chat.families import (
     CITY,
     LINES,
@@ -54,15 +54,15 @@ def calling(turn: int, count: int, *, thought: str = "") -> dict[str, Any]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("thinking", [True, False])
 def test_the_law_holds_for_every_family(name: str, thinking: bool) -> None:
-    check_prefix_law(chat_of(name), modes=(thinking,))
+    check_prefix_preserving(chat_of(name), modes=(thinking,))
 
 
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("thinking", [True, False])
 def test_without_tools_no_call_format_is_needed(name: str, thinking: bool) -> None:
-    check_prefix_law(chat_of(name), modes=(thinking,), tools=())
+    check_prefix_preserving(chat_of(name), modes=(thinking,), tools=())
     with pytest.raises(ValueError, match="chat_template"):
-        check_prefix_law(chat_of(name), modes=(thinking,))
+        check_prefix_preserving(chat_of(name), modes=(thinking,))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -129,9 +129,9 @@ def changed(name: str, old: str, new: str) -> TemplateChat:
         ("{%- for call in m.tool_calls or [] -%}", "{%- for call in [] -%}"),
     ],
 )
-def test_templates_breaking_the_prefix_law_are_refused(old: str, new: str) -> None:
+def test_templates_that_change_earlier_turns_are_refused(old: str, new: str) -> None:
     with pytest.raises(ValueError, match="chat_template"):
-        check_prefix_law(changed("qwen3", old, new))
+        check_prefix_preserving(changed("qwen3", old, new))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from keel.agents.conversation import Conversation
 from keel.rl.turns import MALFORMED, Malformed, Message, Parsed, TurnResult
-from keel.rollout.chat.template_checks import check_calls_in_thinking, check_prefix_law
+from keel.rollout.chat.template_checks import check_calls_in_thinking, check_prefix_preserving
 from tests.rollout.chat.families import CITY, NAMES, chat_of, tokenizer_of
 from tests.rollout.chat.test_parsing import DSML, ENDS
 
@@ -111,5 +111,5 @@ def test_conversation_with_good_and_bad_calls(name: str) -> None:
 @pytest.mark.parametrize("name", ["tiny", "qwen3", "glm", "deepseek-v3.2"])
 def test_calls_in_one_thinking_keep_the_prefix(name: str) -> None:
     chat: Any = chat_of(name, tools_in_thinking=True)
-    check_prefix_law(chat, modes=(True,))
+    check_prefix_preserving(chat, modes=(True,))
     check_calls_in_thinking(chat)

@@ -123,7 +123,7 @@ def reading(stage: int, *, model: str = "untied", **changes: Any) -> Scenario:
         from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
         from keel.trainer.engine import weights as sent  # noqa: PLC0415
         from keel.trainer.engine.expert_parallel import ExpertLayers  # noqa: PLC0415
-        from keel.trainer.placement.memory import reading_ranks  # noqa: PLC0415
+        from keel.trainer.zero_options import reading_ranks  # noqa: PLC0415
 
         config = make_config(ranks.world_size, stage, kl_coef=0.1, **changes)
         whole = load_policy(str(ranks.folder / model), torch.float32)
