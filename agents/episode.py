@@ -15,7 +15,7 @@ from math import ceil, inf
 from typing import Any, Literal
 
 from keel.agents.conversation import Conversation
-from keel.agents.env_process.process import AgentProgram
+from keel.agents.env_process.launch import AgentProgram
 from keel.agents.types import (
     Environment,
     EnvironmentLost,

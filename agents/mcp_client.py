@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from keel.agents.env_process.process import (
+from keel.agents.env_process.launch import (
     MAX_MESSAGE_BYTES,
     ChildProcess,
     ProcessSettings,

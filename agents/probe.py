@@ -10,8 +10,8 @@ import numpy as np
 
 from keel.agents.endpoint.program import ProgramEpisode
 from keel.agents.endpoint.server import Endpoint
-from keel.agents.env_process.client import ForkServer, ProcessEnvironment
-from keel.agents.env_process.process import AgentProgram, EnvironmentProgram
+from keel.agents.env_process.client import ForkServerClient, ProcessEnvironment
+from keel.agents.env_process.launch import AgentProgram, EnvironmentProgram
 from keel.agents.episode import Budget, ContextShortener, EpisodeSettings
 from keel.agents.mcp_client import McpEnvironment, McpServer
 from keel.agents.types import (
@@ -44,7 +44,7 @@ async def try_environment(
     don't fit in the context window."""
     name = program.target if isinstance(program, EnvironmentProgram) else program.name
     if isinstance(program, EnvironmentProgram):
-        fork_server = ForkServer(program)
+        fork_server = ForkServerClient(program)
         environment = ProcessEnvironment(program, fork_server=fork_server)
     else:
         fork_server, environment = None, McpEnvironment(program)

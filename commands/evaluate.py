@@ -16,7 +16,7 @@ from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, EvalVariant
 from keel.data.dataset import Dataset, load_dataset, source_lines
 from keel.data.eval_store import EvaluationFolder, collect_samples
-from keel.data.pass_rates import FilterFolder
+from keel.data.pass_rate_filter import FilterFolder
 from keel.data.results import format_results, results
 from keel.rewards.checks import check_spec
 from keel.rewards.judge.service import JudgeService

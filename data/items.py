@@ -1,4 +1,5 @@
-"""Data types for loaded prompts, their origins, and skipped lines."""
+"""Loaded prompts and their origins, the digests that identify them, and messages about malformed
+lines."""
 
 import hashlib
 import json

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from keel.agents.endpoint.program import resolve_command
-from keel.agents.env_process.client import ForkServer, ProcessEnvironment
-from keel.agents.env_process.process import (
+from keel.agents.env_process.client import ForkServerClient, ProcessEnvironment
+from keel.agents.env_process.launch import (
     KEEL,
     AgentProgram,
     EnvironmentProgram,
@@ -288,7 +288,7 @@ def environment_factory(
         return partial(McpEnvironment, spec, starting=starting)
     server = None
     if closing is not None:
-        server = ForkServer(spec)
+        server = ForkServerClient(spec)
         closing.append(server.close)
     return partial(ProcessEnvironment, spec, starting=starting, fork_server=server)
 

@@ -15,7 +15,7 @@ from typing import Any
 from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.server import Address, Endpoint, McpTools
 from keel.agents.env_process.client import task_fields, verdict_of
-from keel.agents.env_process.process import (
+from keel.agents.env_process.launch import (
     BASE_ENV,
     READABLE,
     START,

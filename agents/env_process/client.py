@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 
-from keel.agents.env_process.process import (
+from keel.agents.env_process.launch import (
     BASE_ENV,
     MAX_MESSAGE_BYTES,
     REAP_S,
@@ -57,7 +57,7 @@ class ProcessEnvironment:
         program: EnvironmentProgram,
         *,
         starting: asyncio.Semaphore | None = None,
-        fork_server: ForkServer | None = None,
+        fork_server: ForkServerClient | None = None,
     ) -> None:
         self._program = program
         self._starting = starting
@@ -268,7 +268,7 @@ def _fault_of(reply: Mapping[str, Any]) -> tuple[Fault, str] | None:
     return None if fault is None or not isinstance(why, str) else (fault, why)
 
 
-class ForkServer:
+class ForkServerClient:
     """Forks a process for each episode of a program. Use it from a single event loop. The server
     process starts at the first fork and is restarted if it dies. `open_s` is the time
     limit for the import and for each fork."""

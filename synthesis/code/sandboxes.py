@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from keel.agents.env_process.client import ProcessEnvironment
-from keel.agents.env_process.process import EnvironmentProgram
+from keel.agents.env_process.launch import EnvironmentProgram
 from keel.agents.environments.code.environment import find_packages, normalize_name
 from keel.agents.environments.code.languages import matches_pattern
 from keel.agents.environments.code.tree import (

@@ -8,8 +8,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from pathlib import Path
 from typing import Any, Self
 
-from keel.agents.env_process.client import ForkServer, ProcessEnvironment
-from keel.agents.env_process.process import EnvironmentProgram, EnvSandbox
+from keel.agents.env_process.client import ForkServerClient, ProcessEnvironment
+from keel.agents.env_process.launch import EnvironmentProgram, EnvSandbox
 from keel.agents.environments.general.workshop import MAX_SOLUTIONS, MAX_VERDICTS
 from keel.agents.schemas import ArgumentValidator
 from keel.agents.types import EnvironmentLost, Opening
@@ -40,7 +40,7 @@ class GeneralSandboxes:
         if config.network:
             self._sandboxes[True] = _sandbox("host")
         self._starting = asyncio.Semaphore(_STARTING)
-        self._parent = ForkServer(self._program(_WORKSHOP))
+        self._parent = ForkServerClient(self._program(_WORKSHOP))
 
     async def __aenter__(self) -> Self:
         return self

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import ForkServer, ProcessEnvironment
-from keel.agents.env_process.process import EnvironmentProgram, EnvSandbox
+from keel.agents.env_process.client import ForkServerClient, ProcessEnvironment
+from keel.agents.env_process.launch import EnvironmentProgram, EnvSandbox
 from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_sandbox
 from tests.agents.episodes import HERE, alive, program
@@ -32,7 +32,7 @@ def wrap_of(**settings: Any) -> EnvironmentSandbox:
 
 
 def attacker(
-    wrap: EnvSandbox, parent: ForkServer | None = None, **settings: Any
+    wrap: EnvSandbox, parent: ForkServerClient | None = None, **settings: Any
 ) -> ProcessEnvironment:
     return ProcessEnvironment(attackers(wrap, **settings), fork_server=parent)
 
@@ -43,9 +43,9 @@ def attackers(wrap: EnvSandbox, **settings: Any) -> EnvironmentProgram:
 
 
 @asynccontextmanager
-async def parent_for(wrap: EnvSandbox, way: str) -> AsyncIterator[ForkServer | None]:
+async def parent_for(wrap: EnvSandbox, way: str) -> AsyncIterator[ForkServerClient | None]:
     """Yield a fork server for attackers if `way` is forked, else None."""
-    parent = ForkServer(attackers(wrap)) if way == "forked" else None
+    parent = ForkServerClient(attackers(wrap)) if way == "forked" else None
     try:
         yield parent
         assert parent is None or not parent.disabled_reason, parent.disabled_reason

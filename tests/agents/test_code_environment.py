@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from keel.agents.env_process.client import ProcessEnvironment
-from keel.agents.env_process.process import EnvironmentProgram
+from keel.agents.env_process.launch import EnvironmentProgram
 from keel.rl.types import Prompt, Verdict
 from keel.synthesis.code.sandboxes import CodeSandboxes, Prefix, instance_of
 from tests.agents.episodes import PATIENT, asynchronous, use

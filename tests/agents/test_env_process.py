@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import ForkServer, ProcessEnvironment
-from keel.agents.env_process.process import EnvironmentProgram
+from keel.agents.env_process.client import ForkServerClient, ProcessEnvironment
+from keel.agents.env_process.launch import EnvironmentProgram
 from keel.agents.env_runtime.processes import descendants
 from keel.agents.types import EnvironmentLost
 from keel.rl.types import Verdict
@@ -141,8 +141,8 @@ async def test_faults_inside_a_call() -> None:
 
 
 @asynccontextmanager
-async def forking(program: EnvironmentProgram) -> AsyncIterator[ForkServer]:
-    server = ForkServer(program)
+async def forking(program: EnvironmentProgram) -> AsyncIterator[ForkServerClient]:
+    server = ForkServerClient(program)
     try:
         yield server
     finally:
@@ -151,7 +151,7 @@ async def forking(program: EnvironmentProgram) -> AsyncIterator[ForkServer]:
 
 @asynccontextmanager
 async def opened(
-    program: EnvironmentProgram, server: ForkServer | None, seed: int = 3
+    program: EnvironmentProgram, server: ForkServerClient | None, seed: int = 3
 ) -> AsyncIterator[Any]:
     environment = ProcessEnvironment(program, fork_server=server)
     try:
@@ -165,7 +165,7 @@ async def opened(
 @asynchronous
 async def test_descendants_end_with_the_environment(how: str, forked: bool) -> None:
     spec = program(preload=forked)
-    server = ForkServer(spec)
+    server = ForkServerClient(spec)
     async with opened(spec, server) as environment:
         helpers = json.loads((await use(environment, "hire")).text)
         assert len(helpers) == 2 and all(map(alive, helpers))
@@ -187,7 +187,7 @@ async def test_descendants_end_with_the_environment(how: str, forked: bool) -> N
 @asynchronous
 async def test_cancelled_opening_leaves_nothing(forked: bool) -> None:
     spec = program(preload=forked)
-    server = ForkServer(spec)
+    server = ForkServerClient(spec)
     for seconds in (0.0, 0.01, 0.1, 0.3, 0.0, 0.002, 0.05):
         environment = ProcessEnvironment(spec, fork_server=server)
         opening = asyncio.create_task(environment.open(TASK, seed=3))
@@ -231,7 +231,7 @@ async def look(environment: ProcessEnvironment) -> dict[str, Any]:
 
 @asynchronous
 async def test_forked_episodes_share_only_the_import() -> None:
-    async def draws(server: ForkServer | None) -> list[str]:
+    async def draws(server: ForkServerClient | None) -> list[str]:
         texts: list[str] = []
         for seed in (5, 5, 6):
             environment = ProcessEnvironment(counter(), fork_server=server)
@@ -294,7 +294,7 @@ async def test_sandbox_that_refuses_forks_starts_each_episode() -> None:
 def test_abandoned_process_ends_with_the_interpreter() -> None:
     code = (
         "import asyncio\n"
-        "from keel.agents.env_process.process import ProcessSettings, launch\n"
+        "from keel.agents.env_process.launch import ProcessSettings, launch\n"
         "async def start():\n"
         "    return launch(['sleep', '1000'], ProcessSettings(), env={})\n"
         "print((process := asyncio.run(start())).pid)"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from keel.agents.env_process.client import ProcessEnvironment
-from keel.agents.env_process.process import KEEL, EnvironmentProgram
+from keel.agents.env_process.launch import KEEL, EnvironmentProgram
 from keel.agents.env_runtime.processes import descendants
 from keel.agents.environments.interpreter import _put_files
 from keel.configs.schema import Config, DataConfig, EnvironmentConfig, SourceConfig

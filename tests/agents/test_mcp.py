@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from keel.agents.env_process.client import ProcessEnvironment
-from keel.agents.env_process.process import EnvironmentProgram
+from keel.agents.env_process.launch import EnvironmentProgram
 from keel.agents.mcp_client import McpEnvironment, McpServer
 from keel.agents.types import EnvironmentLost, Opening
 from keel.rl.types import Prompt, Verdict

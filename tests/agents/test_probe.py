@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.process import EnvironmentProgram
+from keel.agents.env_process.launch import EnvironmentProgram
 from keel.agents.mcp_client import McpServer
 from keel.agents.probe import try_environment
 from tests.agents.episodes import PATIENT, TASK, program, run

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import ForkServer, ProcessEnvironment
-from keel.agents.env_process.process import EnvSandbox
+from keel.agents.env_process.client import ForkServerClient, ProcessEnvironment
+from keel.agents.env_process.launch import EnvSandbox
 from keel.agents.env_runtime.processes import descendants
 from keel.agents.types import EnvironmentLost
 from keel.rl.types import Verdict
@@ -182,7 +182,7 @@ async def test_folder_permissions(tmp_path: Path) -> None:
     options = {"kind": "functions", "folder": folders["env"], "readable": (folders["data"],)}
 
     spec = program(str(tmp_path / "alone.py"), sandbox=wrap, **options)
-    parent = ForkServer(spec)
+    parent = ForkServerClient(spec)
     environment = ProcessEnvironment(spec, fork_server=parent)
     await environment.open(TASK, seed=3)
     assert parent.disabled_reason == "the environment has folders in /tmp"

@@ -20,7 +20,7 @@ from keel.configs.schema import (
     SourceConfig,
 )
 from keel.data.dataset import Dataset, load_dataset
-from keel.data.pass_rates import FilterFolder
+from keel.data.pass_rate_filter import FilterFolder
 from keel.rl.types import Group, Prompt, ScoredGroup
 from tests.rl.rollouts import segment, trajectory
 

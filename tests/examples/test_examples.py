@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from keel.agents.env_process.client import ProcessEnvironment
-from keel.agents.env_process.process import EnvironmentProgram
+from keel.agents.env_process.launch import EnvironmentProgram
 from keel.agents.environments.demonstrations import Demonstration
 from keel.agents.environments.search.documents import ensure_index
 from keel.agents.environments.search.environment import Search

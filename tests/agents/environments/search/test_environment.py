@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from keel.agents.env_process.client import ProcessEnvironment
-from keel.agents.env_process.process import EnvironmentProgram
+from keel.agents.env_process.launch import EnvironmentProgram
 from keel.agents.environments.search import documents as index_module
 from keel.agents.environments.search.documents import (
     SearchIndex,
