@@ -113,11 +113,9 @@ POLICY_PHASES = ("call", "reply")
 class EpisodeSettings:
     """Settings shared by all episodes of a data source."""
 
-    environment: Callable[[], Environment]
-    """Creates the environment of an episode."""
-    last_environment: Callable[[], Environment] | None = None
-    """Creates it for the last try of an episode whose nodes were lost, or None to use
-    `environment`."""
+    environment: Callable[[bool], Environment]
+    """Creates the environment of an episode. The argument is True on the last try, after the nodes
+    of the earlier ones were lost."""
     chat: Chat
     budget: Budget
     shortener: ContextShortener
@@ -143,12 +141,13 @@ class Episode:
     environment_seed: int
     """Seed of the environment, shared by the episodes of a group, so that they get the same
     task."""
+    last_try: bool = False
     usage: Usage = field(default_factory=lambda: Usage(turns=0))
     _calls_run: int = 0
     _conversation: Conversation | None = None
 
     def __post_init__(self) -> None:
-        self.environment = self.settings.environment()
+        self.environment = self.settings.environment(self.last_try)
         self.budget = self.settings.budget
 
     async def run(self) -> Trajectory | str:

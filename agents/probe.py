@@ -163,7 +163,7 @@ async def try_program(
     async with Endpoint() as endpoint:
         episode = ProgramEpisode(
             settings=EpisodeSettings(
-                environment=environment,
+                environment=lambda _: environment(),
                 chat=chat,
                 budget=replace(budget, turns=turns, timeout_s=timeout_s),
                 shortener=ContextShortener(method="none", window=budget.window, most=0),

@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from typing import Literal, get_args
 
@@ -218,9 +217,7 @@ class EpisodeRunner:
             assert self._endpoint is not None
             make_episode = partial(ProgramEpisode, endpoint=self._endpoint, starting=self._starting)
         reason = ""
-        for left in reversed(range(_TRIES)):
-            if not left and settings.last_environment is not None:
-                settings = replace(settings, environment=settings.last_environment)
+        for number in range(1, _TRIES + 1):
             async with self._slots[purpose]:  # there may be fewer without the lost node
                 episode = make_episode(
                     settings=settings,
@@ -230,6 +227,7 @@ class EpisodeRunner:
                     sibling=sibling,
                     seed=seed_of(self._seed, version, draw, sibling, prompt.prompt_id),
                     environment_seed=environment_seed(self._seed, prompt),
+                    last_try=number == _TRIES,
                 )
                 try:
                     return await episode.run()

@@ -245,7 +245,7 @@ def main() -> None:
         build = partial(RayEngine, spec, gpu=gpu)
         pool = RolloutPool(spec.config, build, startup_timeout_s=ROUND_S)
         kind = EpisodeSettings(
-            environment=Looking,
+            environment=lambda _: Looking(),
             chat=CallingChat(tokenizer),
             budget=Budget(
                 turns=TURNS,

@@ -206,21 +206,18 @@ def environment_spec(config: Config, source: SourceConfig) -> EnvironmentProgram
         raise _invalid(source, error) from error
 
 
-Factory = Callable[[], Environment]
-"""Creates the environment of an episode."""
-
-
 def episode_runner(
     config: Config,
     chat: Chat,
     submit_turn: SubmitTurn,
-    place: Callable[..., Environment] | None = None,
+    create_on_node: Callable[[str, Callable[[], Environment], bool], Environment] | None = None,
     count_nodes: Callable[[], int] = lambda: 1,
 ) -> EpisodeRunner:
-    """Build the runner for episodes in the environments. `place` is called with a source's name and
-    this machine's factory, and can create the environment on another node instead, unless `here` is
-    set. `count_nodes` returns the number of nodes that run environments. Raises ConfigError if an
-    environment is invalid."""
+    """Build the runner for episodes in the environments. By default, all of them run on this
+    machine. `create_on_node` (`WorkNodes.environment`) creates an environment on any node. Its
+    arguments are the source's name, a function that creates the environment on this machine, and
+    whether it has to be on this machine. `count_nodes` returns the number of nodes that run
+    environments. Raises ConfigError if an environment is invalid."""
     agents, starting = config.agents, asyncio.Semaphore(MAX_STARTING)
     closing: list[Callable[[], Awaitable[None]]] = []
 
@@ -228,15 +225,17 @@ def episode_runner(
         own_chat = chat
         if isinstance(chat, TemplateChat) and config.calls_in_thinking(source):
             own_chat = chat.with_tools_in_thinking()
-        factory, last = environment_factory(config, source, starting, closing), None
-        elsewhere = not (source.environment.program_only or source.environment.url)
-        if place is not None and elsewhere:
-            factory = partial(place, source.name, factory)
-            last = partial(factory, here=True)
+        create = environment_factory(config, source, starting, closing)
+        is_movable = not (source.environment.program_only or source.environment.url)
+
+        def environment(last_try: bool) -> Environment:
+            if create_on_node is None or not is_movable:
+                return create()
+            return create_on_node(source.name, create, last_try)
+
         return EpisodeSettings(
             chat=own_chat,
-            environment=factory,
-            last_environment=last,
+            environment=environment,
             budget=budget(config, source),
             shortener=ContextShortener(
                 method=agents.context,
@@ -277,7 +276,7 @@ def environment_factory(
     source: SourceConfig,
     starting: asyncio.Semaphore | None = None,
     closing: list[Callable[[], Awaitable[None]]] | None = None,
-) -> Factory:
+) -> Callable[[], Environment]:
     """Return a function that creates the environment for an episode. `starting` limits how many
     environments start at the same time. Cleanup functions are appended to `closing`. If `closing`
     is None, episodes aren't forked."""

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -48,9 +48,6 @@ from keel.rollout.pool import as_future
 from keel.rollout.spec import EngineError
 from keel.trainer.placement.ray_internals import own_processes
 
-if TYPE_CHECKING:
-    from keel.trainer.build_agents import Factory
-
 _ACTOR = "reward node"
 _LOOK_S = 2.0
 """Seconds between two checks of all nodes."""
@@ -70,7 +67,7 @@ class _NodeWorker:
     def __init__(self) -> None:
         ray_timeouts.exit_with_raylet()
         self._pool: WorkerPool | None = None
-        self._factories: dict[str, Factory] = {}
+        self._factories: dict[str, Callable[[], Environment]] = {}
         self._closing: list[Callable[[], Awaitable[None]]] = []
         self._open: dict[int, Environment] = {}
         self._closed: set[int] = set()
@@ -252,14 +249,16 @@ class WorkNodes(WorkerPool):
         self._share_out(result, spec, completions, node, 0)
         return result
 
-    def environment(self, source: str, local: Factory, *, here: bool = False) -> Environment:
+    def environment(
+        self, source: str, create: Callable[[], Environment], on_driver: bool = False
+    ) -> Environment:
         """Create a source's environment for one episode, on the node with the fewest open episodes
-        per worker, or on the driver's node if `here` is set. There, `local` creates it."""
+        per worker, or on the driver's node if `on_driver` is set. `create` creates it there."""
         if self._thread is None:
-            return local()
-        node = self._acquire("episodes", source, here=here)
+            return create()
+        node = self._acquire("episodes", source, on_driver=on_driver)
         inner = _RemoteEnvironment(self, node, next(self._numbers), source)
-        return _CountedEnvironment(local() if node is self._here else inner, node.load, self._lock)
+        return _CountedEnvironment(create() if node is self._here else inner, node.load, self._lock)
 
     def close(self) -> None:
         self._stopping.set()
@@ -298,13 +297,13 @@ class WorkNodes(WorkerPool):
             self.say(f"node {node.host} does not open environments of source {source}: {reason}")
 
     def _acquire(
-        self, kind: _Load, source: str = "", *, sampled_on: str = "", here: bool = False
+        self, kind: _Load, source: str = "", *, sampled_on: str = "", on_driver: bool = False
     ) -> _Node:
         now, most = time.monotonic(), len(PURPOSES) * self._config.max_episodes()
         with self._lock:
             others = [node for node in self.others if node.not_before.get(source, 0.0) <= now]
             # An idle driver would do everything.
-            nodes = [self._here] if here else [*others, self._here]
+            nodes = [self._here] if on_driver else [*others, self._here]
             if kind == "episodes":
                 nodes = [node for node in nodes if node.load[kind] < most] or nodes
             elif sampled_on:
@@ -322,7 +321,7 @@ class WorkNodes(WorkerPool):
         sampled_on: str,
         losses: int,
     ) -> None:
-        node = self._acquire("jobs", sampled_on=sampled_on, here=losses >= _MAX_LOSSES)
+        node = self._acquire("jobs", sampled_on=sampled_on, on_driver=losses >= _MAX_LOSSES)
         try:
             if node is self._here:
                 job = super().submit(spec, completions)

@@ -194,7 +194,7 @@ def play(
 ) -> Trajectory | str:
     episode = Episode(
         settings=EpisodeSettings(
-            environment=lambda: environment,
+            environment=lambda _: environment,
             chat=form or CHAT,
             budget=budget,
             shortener=context,

@@ -188,7 +188,7 @@ class Factory:
     make: Callable[[], Sums] = Sums
     made: list[Sums] = field(default_factory=list[Sums])
 
-    def __call__(self) -> Sums:
+    def __call__(self, last_try: bool) -> Sums:
         self.made.append(self.make())
         return self.made[-1]
 

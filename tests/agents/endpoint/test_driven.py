@@ -122,7 +122,7 @@ def running(
         with EpisodeRunner(
             {
                 name: EpisodeSettings(
-                    environment=environment,
+                    environment=lambda _: environment(),
                     chat=CHAT,
                     budget=replace(BUDGET, turns=4, timeout_s=seconds),
                     shortener=NO_CONTEXT,
