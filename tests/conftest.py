@@ -37,6 +37,7 @@ for name, value in {
     "prestart_worker_first_driver": "0",  # also set in nodes.py, to save time
     "worker_niceness": "0",  # actors as fast as other tests and pyright
     "memory_monitor_refresh_ms": "0",  # it would kill actors because of other tests
+    "health_check_period_ms": "500",  # a lost node is noticed after 3 s, not 15
 }.items():
     os.environ.setdefault(f"RAY_{name}", value)
 # `nohup` ignores SIGHUP, and child processes would inherit that.

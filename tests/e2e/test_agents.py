@@ -113,7 +113,7 @@ class Watched:
 
     def _watch(self) -> None:
         top = psutil.Process(self.run.process.pid)
-        while not self._ended.wait(0.2):
+        while not self._ended.wait(0.5):
             with suppress(psutil.NoSuchProcess):
                 for process in top.children(recursive=True):
                     if process not in self.seen:

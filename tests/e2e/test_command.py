@@ -71,7 +71,7 @@ def words_of(process: psutil.Process) -> str:
 
 
 def wait_until(ready: Callable[[], Any], what: str) -> Any:
-    return wait_for(ready, what, within_s=DEADLINE_S, every_s=0.2)
+    return wait_for(ready, what, within_s=DEADLINE_S, every_s=0.5)
 
 
 @pytest.fixture(scope="module")
