@@ -7,6 +7,7 @@ end together.
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import tempfile
 import threading
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -42,27 +43,28 @@ def worker_server() -> Iterator[str]:
             [sys.executable, "-m", "tests.ray_workers", "serve"],
             cwd=Path(__file__).parents[1],
             env={**os.environ, **cpu},
+            stdin=subprocess.PIPE,  # the server ends with it
             stdout=subprocess.PIPE,
         ) as server:
             assert server.stdout and server.stdout.readline()
             yield address
-            server.kill()
 
 
 def serve() -> None:
-    """Fork a worker for each connection."""
+    """Fork a worker for each connection until standard input ends."""
     from keel.model.imports import heavy_imports, not_found  # noqa: PLC0415
 
     # Ray's library reads the environment of its worker when it is loaded.
     with heavy_imports(), not_found("ray", "mlflow"):
         for library in LIBRARIES:
-            import_module(library)
+            with suppress(ImportError):  # such as vLLM's worker for CPUs, in its build for GPUs
+                import_module(library)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(os.environ[SERVER])
         listener.listen()
         print("ready", flush=True)
-        while True:
+        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
             connection, _ = listener.accept()
             if os.fork() == 0:
                 listener.close()
@@ -74,6 +76,7 @@ def become_worker(connection: socket.socket) -> None:
     size, files, _, _ = socket.recv_fds(connection, 8, 2)
     with connection.makefile("rb") as stream:
         arguments, environment, folder = json.loads(stream.read(int.from_bytes(size, "big")))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, file in enumerate(files, start=1):
         os.dup2(file, number)
         os.close(file)
