@@ -192,7 +192,8 @@ def scores(
     network.replays_selections = replay == "everything"  # the selections of sparse attention
     if arm.compiled:
         compile_layers(network.model)
-    (plan,) = plan_packing([unscored(g) for g in groups], replicas=1, micro_batch_tokens=8192)
+    row = max(8192, size.prompt_tokens + size.tokens + 64)
+    (plan,) = plan_packing([unscored(g) for g in groups], replicas=1, micro_batch_tokens=row)
     batch = plan.pack()
 
     parts: list[tuple[Any, ...]] = []
