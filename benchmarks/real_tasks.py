@@ -43,14 +43,15 @@ def arithmetic(count: int) -> Iterator[tuple[str, str]]:
 
 
 def hard(count: int) -> Iterator[tuple[str, str]]:
-    """Yield questions and answers of all tasks in `FAMILIES`, in turn."""
+    """Yield distinct questions and their answers of all tasks in `FAMILIES`, in turn. Keel would
+    leave out repeated questions, and TRL would not."""
     from keel.data.procedural import build_task  # noqa: PLC0415
 
     each = [build_task(name, knobs, count, 7, name) for name, knobs in FAMILIES.items()]
     entries = (dataset[index] for index in range(count) for dataset in each)
-    short = (entry for entry in entries if len(entry["question"]) <= MAX_CHARACTERS)
-    for entry in islice(short, count):
-        yield str(entry["question"]), str(entry["answer"])
+    answers = {str(entry["question"]): str(entry["answer"]) for entry in entries}
+    short = (pair for pair in answers.items() if len(pair[0]) <= MAX_CHARACTERS)
+    yield from islice(short, count)
 
 
 TASKS: Mapping[str, Callable[[int], Iterator[tuple[str, str]]]] = {

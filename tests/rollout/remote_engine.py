@@ -21,7 +21,7 @@ from keel.rollout.spec import EngineSpec, GroupRequest, env_vars
 from keel.weights.channel import Bucket, Checksum, SharedMemory
 from tests.buckets import pack_buckets, pack_flat
 from tests.forked import forked_from
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_S, wait_for
 
 DEADLINE_S = 600
 Kind = Literal["", "fast"]
@@ -173,6 +173,10 @@ def _fingerprint(worker: Any) -> dict[str, str]:
         ).hexdigest()
         for name, tensor in worker.model_runner.get_model().named_parameters()
     }
+
+
+def _shut_down_workers() -> None:
+    _on_engine(lambda engine: engine._llm.model_executor.shutdown())
 
 
 def _expire(_: Any) -> None:
@@ -356,4 +360,8 @@ def running_engine(
     with vllm_process(environment, forked=not (gpu or variables)) as process:
         started = process.submit(_start, spec, blocks, kind, amx, environment)
         started.result(timeout=DEADLINE_S)
-        yield RemoteEngine(process, spec.config.time_share or not gpu)
+        try:
+            yield RemoteEngine(process, spec.config.time_share or not gpu)
+        finally:
+            if spec.config.tensor_parallel > 1:  # the process waits for its workers when it exits
+                process.submit(_shut_down_workers).result(timeout=PATIENCE_S)
