@@ -172,14 +172,14 @@ def _take_step(learner: Learner, examples: Sequence[SftExample], config: Config)
     return replace(result, metrics={**sizes, **result.metrics})
 
 
-def _evaluation_metrics(scored: Mapping[str, Metric]) -> dict[str, Metric]:
+def _evaluation_metrics(evaluated: Mapping[str, Metric]) -> dict[str, Metric]:
     """Return `eval/<set>/loss` for each held-out set and `eval/loss` over all sets, in nats per
-    token. If `scored` contains `indexer/held`, that is returned in the same way."""
+    token. If `evaluated` has `indexer/held`, that is returned in the same way."""
     metrics: dict[str, Metric] = {}
     for metric, name in (("nll", "loss"), ("indexer/held", "indexer/held")):
         by_set = {
             f"eval/{key.removesuffix(metric)}{name}": value
-            for key, value in scored.items()
+            for key, value in evaluated.items()
             if key.endswith(f"/{metric}")
         }
         metrics |= by_set | merge({f"eval/{name}": value} for value in by_set.values())
