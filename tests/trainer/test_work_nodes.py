@@ -43,12 +43,11 @@ from keel.rl.types import Group, Prompt
 from keel.rollout.spec import EngineError
 from keel.trainer.build_agents import episode_runner
 from keel.trainer.placement.nodes import QUOTED_PYTHON
-from keel.trainer.placement.ray_internals import skip_unused_processes
 from keel.trainer.work_nodes import WorkNodes, _Node, _NodeWorker
 from tests.agents.scripted import CHAT, Policy
 from tests.rewards.groups import PROMPT, score, with_message
 from tests.trainer.naps import SECONDS, nap, some_seconds
-from tests.waiting import PATIENCE_S, patiently, wait_for
+from tests.waiting import PATIENCE_S, add_node, start_cluster, wait_for
 
 pytestmark = pytest.mark.e2e
 ADDER = """
@@ -91,22 +90,25 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def with_node(cluster: Cluster, cpus: int) -> Any:
-    with skip_unused_processes():
-        return patiently(lambda: cluster.add_node(num_cpus=cpus))
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with skip_unused_processes():
-        head = {"num_cpus": 1, "include_dashboard": False}
-        cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
-    with_node(cluster, 4)
-    cluster.wait_for_nodes(PATIENCE_S)
+    cluster = start_cluster({"num_cpus": 1}, {"num_cpus": 4})
     ray.init(cluster.address, runtime_env=QUOTED_PYTHON, log_to_driver=False)
     yield cluster
     ray.shutdown()
     cluster.shutdown()
+
+
+@pytest.fixture
+def unreal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkNodes]:
+    """Nine nodes without actors. Tests replace `_Node.call`."""
+    monkeypatch.setattr("keel.model.ray_timeouts.kill", lambda _: None)
+    nodes = WorkNodes(config(folder), say=lambda _: None, log=None, runs_code=False)
+    others = [_Node(id=str(number), host="host", workers=99, ready=True) for number in range(9)]
+    nodes._nodes, nodes._thread = {node.id: node for node in others}, threading.Thread()
+    nodes._thread.start()
+    yield nodes
+    nodes.close()
 
 
 def groups(count: int) -> list[Group]:
@@ -132,7 +134,7 @@ def elsewhere(prompt: Any, trajectory: Any) -> float:
 
 
 def test_work_survives_the_loss_of_a_node(cluster: Cluster, folder: Path) -> None:
-    big = with_node(cluster, 16)
+    big = add_node(cluster, num_cpus=16)
     said: list[str] = []
     recipe, name = config(folder), f"python.{elsewhere.__name__}"
     weights = {"maths": {"correct": 1.0, name: 0.5}}
@@ -211,10 +213,8 @@ def test_nodes_add_up(cluster: Cluster, folder: Path, monkeypatch: pytest.Monkey
     calls."""
     monkeypatch.setattr("keel.configs.schema.EPISODES_PER_NODE", EPISODES)
     (folder / "adder.py").write_text(ADDER.replace("0.5", f"{SECONDS}"))
-    recipe, shares, delays = config(folder), list[float](), list[float]()
-    rollout = RolloutConfig(engines=max(SIZES))
-    agents = replace(recipe.agents, max_concurrent_episodes=0)
-    recipe = replace(recipe, rollout=rollout, agents=agents)
+    limits = {"agents": AgentsConfig(window=2000), "rollout": RolloutConfig(engines=max(SIZES))}
+    recipe, shares, delays = replace(config(folder), **limits), list[float](), list[float]()
     turns = ["@add 20, 20", "@add 40, 2", "42"]
     policy = Policy(lambda context, _: turns[context.count("<|im_start|>assistant") - 1])
 
@@ -233,10 +233,10 @@ def test_nodes_add_up(cluster: Cluster, folder: Path, monkeypatch: pytest.Monkey
     with ExitStack() as stack:
         stack.enter_context(pickle_functions([nap]))
         nodes = WorkNodes(recipe, say=print, log=None, runs_code=False)
-        scorer = Scorer({"maths": {f"python.{nap.__name__}": 1.0}}, pool=nodes)
-        stack.enter_context(scorer)
-        places = (nodes.environment, nodes.count)
-        runner = stack.enter_context(episode_runner(recipe, CHAT, sample, *places))
+        weights = {"maths": {f"python.{nap.__name__}": 1.0}}
+        scorer = stack.enter_context(Scorer(weights, pool=nodes))
+        runner = episode_runner(recipe, CHAT, sample, nodes.environment, nodes.count)
+        stack.enter_context(runner)
         nodes.start()
 
         def play(_: int) -> Future[Group]:
@@ -245,7 +245,7 @@ def test_nodes_add_up(cluster: Cluster, folder: Path, monkeypatch: pytest.Monkey
         added: list[Any] = []
         for size in SIZES:
             while len(added) + 1 < size:
-                added.append(with_node(cluster, 4))
+                added.append(add_node(cluster, num_cpus=4))
             wait_for(lambda size=size: len(nodes.others) == size, f"{size} nodes")
             score(scorer, groups(4 * size + 2))  # starts the workers
             rate, cost = measure(groups(30 * size), scorer.submit)
@@ -357,45 +357,32 @@ def test_failing_open_pauses_one_source_of_the_node(
 
 
 def test_work_ends_on_the_driver_after_several_losses(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    unreal: WorkNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes = WorkNodes(config(folder), say=lambda _: None, log=None, runs_code=False)
-    lost = [_Node(id=str(number), host="host", workers=99, ready=True) for number in range(9)]
-    monkeypatch.setattr("keel.model.ray_timeouts.kill", lambda _: None)
     monkeypatch.setattr(_Node, "call", lambda *_, **__: failed(EngineError("its node is gone")))
-    nodes._nodes, nodes._thread = {node.id: node for node in lost}, threading.Thread()
-    nodes._thread.start()
-    try:
-        assert nodes.submit(PROMPT.reward, ["3"]).result(PATIENCE_S)[0].score == 1.0
-        assert len(nodes.others) == 6 and nodes._here.load["jobs"] == 0
-    finally:
-        nodes.close()
+    assert unreal.submit(PROMPT.reward, ["3"]).result(PATIENCE_S)[0].score == 1.0
+    assert len(unreal.others) == 6 and unreal._here.load["jobs"] == 0
 
 
 def test_group_is_scored_where_it_was_sampled_if_a_worker_is_free(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    unreal: WorkNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes, calls = WorkNodes(config(folder), say=print, log=None, runs_code=False), list[str]()
-    others = [_Node(id=name, host="host", workers=9, ready=True) for name in "ab"]
+    first, second, *_ = unreal.others
+    calls, unreal._nodes = list[str](), {node.id: node for node in (first, second)}
     monkeypatch.setattr(_Node, "call", lambda node, *_: calls.append(node.id) or Future())
-    nodes._nodes, nodes._thread = {node.id: node for node in others}, threading.Thread()
-    nodes._thread.start()
-    try:
-        others[0].workers = 2
-        for _ in range(4):
-            nodes.submit(PROMPT.reward, ["3"], node="a")
-        assert calls == ["a", "a", "b", "b"]
-        others[1].workers, others[1].load["episodes"] = 999, 2 * 64
-        assert nodes._acquire("episodes") is others[0], "the other may not have more open files"
-    finally:
-        nodes._nodes.clear()
-        nodes.close()
+    first.workers = 2
+    for _ in range(4):
+        unreal.submit(PROMPT.reward, ["3"], node=first.id)
+    assert calls == [first.id, first.id, second.id, second.id]
+    second.workers, second.load["episodes"] = 999, 2 * 64
+    assert unreal._acquire("episodes") is first, "the other may not have more open files"
+    unreal._nodes.clear()
 
 
 def test_last_try_of_an_episode_is_on_the_driver(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    unreal: WorkNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, calls = config(folder), list[str]()
+    calls = list[str]()
 
     def broken(_: _Node, method: str, *arguments: Any, **named: Any) -> Future[Any]:
         calls.append(method)
@@ -403,20 +390,12 @@ def test_last_try_of_an_episode_is_on_the_driver(
         result.set_result(EnvironmentLost("hang", "open", "no answer") if method == "open" else "")
         return result
 
-    nodes = WorkNodes(recipe, say=lambda _: None, log=None, runs_code=False)
-    others = [_Node(id=str(number), host="host", workers=99, ready=True) for number in range(9)]
-    monkeypatch.setattr("keel.model.ray_timeouts.kill", lambda _: None)
     monkeypatch.setattr(_Node, "call", broken)
-    nodes._nodes, nodes._thread = {node.id: node for node in others}, threading.Thread()
-    nodes._thread.start()
     policy = Policy(lambda *_: "42")
-    try:
-        with episode_runner(recipe, CHAT, policy.submit, nodes.environment) as runner:
-            group = runner.submit(task(), group_size=1, purpose="train").result(PATIENCE_S)
-        assert len(group.trajectories) == 1 and calls.count("open") == 2, group.dropped
-        assert not any(node.load["episodes"] for node in (nodes._here, *others))
-    finally:
-        nodes.close()
+    with episode_runner(unreal._config, CHAT, policy.submit, unreal.environment) as runner:
+        group = runner.submit(task(), group_size=1, purpose="train").result(PATIENCE_S)
+    assert len(group.trajectories) == 1 and calls.count("open") == 2, group.dropped
+    assert not any(node.load["episodes"] for node in (unreal._here, *unreal.others))
 
 
 def test_one_node_has_no_actor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
