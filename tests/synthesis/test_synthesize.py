@@ -35,8 +35,7 @@ from keel.synthesis.author import (
 )
 from keel.synthesis.general.pipeline import _number_function, _split_sections
 from keel.synthesis.ledger import Ledger, Rejected
-from tests.rewards.judge.judge_server import Reply, Server, running
-from tests.rewards.judge.process_server import process_of
+from tests.rewards.judge.judge_server import Reply, Server, process_of, running
 from tests.synthesis.authors import ScriptedAuthor, completion, replied
 from tests.waiting import PATIENCE_S
 

@@ -2,6 +2,9 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,6 +83,9 @@ def running(behave: Behaviour) -> Iterator[Server]:
                 self.answer(reply)
             except (BrokenPipeError, ConnectionResetError):
                 self.close_connection = True  # the client hung up
+
+        def do_GET(self) -> None:
+            self.answer(Reply("up"))
 
         def answer(self, reply: Reply) -> None:
             if reply.hang_up:
@@ -254,3 +260,22 @@ def scripted(*replies: Reply) -> Callable[[dict[str, Any]], Reply]:
     """The given replies in order, then good ones."""
     remaining = list(replies)
     return lambda request: remaining.pop(0) if remaining else good(request)
+
+
+@contextmanager
+def process_of(text: str) -> Iterator[tuple[str, int]]:
+    """Run a server in its own process, and yield its URL and the process id. It always replies with
+    `text`."""
+    command = [sys.executable, "-m", __name__, text]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip(), process.pid
+        finally:
+            process.kill()
+
+
+if __name__ == "__main__":
+    with running(lambda _: says(sys.argv[1])) as server:
+        print(server.url, flush=True)
+        signal.pause()

@@ -34,12 +34,12 @@ from tests.rewards.judge.judge_server import (
     judge,
     judged,
     material_of,
+    process_of,
     running,
     says,
     scripted,
     settings,
 )
-from tests.rewards.judge.process_server import process_of
 from tests.waiting import PATIENCE_S, wait_for
 
 THINKING = {"name": "doubt", "text": "says perhaps", "weight": 1, "thinking": True}
@@ -393,15 +393,6 @@ def test_restarted_server_gets_requests_at_once(monkeypatch: pytest.MonkeyPatch)
             before = len(restarted.requests)
             service.check_reachable()
             assert len(restarted.requests) == before + 1
-
-
-def test_a_retry_leaves_a_failing_server() -> None:
-    config = settings("http://unused", base_url="", serve=True, retries=1)
-    with running(lambda _: (500, "down")) as failing, running(good) as fine:
-        servers = [Moving(failing.url, failing.url), Moving(fine.url, fine.url)]
-        with JudgeService(config, servers=servers) as service:
-            judged(service, "blue")
-        assert len(failing.requests) == 1
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from keel.rollout.judge import process, reaper
 from keel.rollout.judge.server import JudgeServer
 from tests.agents.episodes import alive
 from tests.rewards.groups import group, new_scorer, score
+from tests.rewards.judge.judge_server import process_of
 from tests.waiting import PATIENCE_S, start_local_ray, wait_for
 
 CRITERIA = [
@@ -128,16 +128,17 @@ def test_end_is_reported_without_a_log(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_hang_counts_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_MODULE", "tests.rewards.judge.process_server")
+    monkeypatch.setattr(process, "_MODULE", process_of.__module__)
     server = process.VllmServer(
         {"model": "m"}, gpu=True, threads=1, kv_cache_gib=1, host="127.0.0.1", log=tmp_path / "log"
     )
-    server.wait(PATIENCE_S)
-    assert server.lost() == ""
-    monkeypatch.setattr(process, "_HANG_TIMEOUT_S", 0.5)
-    with pytest.raises(TimeoutError):
-        urllib.request.urlopen(server.url.replace("/v1", "/hang"), timeout=0.5)
-    assert "health check" in server.lost() and server.ended() == ""
+    with process_of("") as (url, pid):
+        server._address = url
+        server.wait(PATIENCE_S)
+        assert server.lost() == ""
+        os.kill(pid, signal.SIGSTOP)
+        monkeypatch.setattr(process, "_HANG_TIMEOUT_S", 0.5)
+        assert "health check" in server.lost() and server.ended() == ""
     server.stop()
 
 
