@@ -327,6 +327,7 @@ def drive(
     *arguments: str,
     policy: Policy | None = None,
     within_s: float = PATIENCE_S,
+    task: Prompt = TASK,
     **settings: Any,
 ) -> tuple[_ProgramResult, TrajectoryRecorder]:
     command = [sys.executable, "-S", "-c", code, *arguments]
@@ -340,7 +341,7 @@ def drive(
         async with Endpoint() as endpoint:
             tools = McpTools(NoEnvironment(), [ADD], budget=kit.BUDGET)
             address = endpoint.add(recorder_of(policy or Policy(["a", "b", "c"])), tools)
-            ended = await run_program(program, TASK, address, seed=5, until=late())
+            ended = await run_program(program, task, address, seed=5, until=late())
             return ended, await endpoint.finish("p/0")
 
     return run(work())

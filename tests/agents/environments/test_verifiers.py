@@ -1,0 +1,174 @@
+"""Environments of PrimeIntellect's `verifiers`, run in an interpreter that has the real package."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.agents.endpoint.program import resolve_command
+from keel.agents.environments import verifiers_env
+from keel.rewards.sandbox.environments import find_runtime
+from keel.rl.types import ENVIRONMENT, Prompt, Verdict
+from tests.agents.endpoint.kit import check_law
+from tests.agents.endpoint.test_driven import drive
+from tests.agents.sandboxes import wrap_of
+from tests.agents.scripted import Policy
+from tests.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.e2e
+
+HERE = Path(__file__).parent
+INSTALL_S = 600.0
+
+SUMS = """
+import verifiers.v1 as vf
+
+class SumData(vf.TaskData):
+    answer: int
+
+class SumTask(vf.Task[SumData]):
+    @vf.reward(weight=2.0)
+    async def right(self, task, trace) -> float:
+        return float(trace.last_reply == str(task.answer))
+
+    @vf.metric
+    async def length(self, trace) -> int:
+        return len(trace.last_reply)
+
+class SumTaskset(vf.Taskset[SumTask]):
+    def load(self):
+        for n in range(3):
+            yield SumTask(SumData(prompt="1 + 1?", answer=2 + n // 2), self.config.task)
+
+__all__ = ["SumTaskset"]
+"""
+VAULT = """
+import verifiers.v1 as vf
+
+class VaultTools(vf.Toolset[vf.ToolsetConfig]):
+    TOOL_PREFIX = "vault"
+
+    @vf.tool
+    def look(self, place: str) -> str:
+        '''What is in a place.'''
+        return f"the code of the {place} is 7"
+
+class VaultTask(vf.Task[vf.TaskData]):
+    @classmethod
+    def toolsets(cls, config):
+        return [VaultTools(vf.ToolsetConfig())]
+
+    @vf.reward
+    async def opened(self, trace) -> float:
+        return float(trace.last_reply == "7") - 1
+
+class VaultTaskset(vf.Taskset[VaultTask]):
+    def load(self):
+        yield VaultTask(vf.TaskData(prompt="Look."), self.config.task)
+
+class VaultConfig(vf.EnvConfig):
+    guard: vf.AgentConfig = vf.AgentConfig()
+    user: vf.AgentConfig = vf.AgentConfig()
+    asks_user: bool = False
+
+class VaultEnv(vf.Env[VaultConfig]):
+    async def setup(self, agents):
+        agents.user.trainable = False
+
+    async def run(self, task, agents):
+        if self.config.asks_user:
+            return await agents.user.run(task)
+        async with agents.guard.interaction(task) as guard:
+            await guard.turn()
+            await guard.turn("And the code?")
+
+__all__ = ["VaultTaskset", "VaultEnv"]
+
+if __name__ == "__main__":
+    VaultTools.run()
+"""
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[str]:
+    """An interpreter with `verifiers`, and with the environments above as packages."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)  # sandboxes may run as another user
+        venv.create(folder, with_pip=True)
+        python = f"{folder}/bin/python"
+        install = [python, "-m", "pip", "install", "-q", "--retries", "1", "verifiers==0.4.0"]
+        done = subprocess.run(install, capture_output=True, text=True, timeout=INSTALL_S)
+        if done.returncode:
+            pytest.skip(f"verifiers cannot be installed here: {done.stderr.strip()[-200:]}")
+        (packages,) = Path(folder, "lib").glob("python*/site-packages")
+        (packages / "tiny_sums.py").write_text(SUMS)
+        (packages / "tiny_vault.py").write_text(VAULT)
+        yield python
+
+
+def rows_of(python: str, *words: str) -> list[dict[str, Any]]:
+    script = [python, "-P", verifiers_env.__file__, *words]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert not done.returncode, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def played(python: str, policy: Policy, row: dict[str, Any]) -> tuple[Any, list[str]]:
+    """Return the verdict of a task and the roles of its messages."""
+    ended, finished = drive(
+        "",
+        policy=policy,
+        task=Prompt(
+            prompt_id="p",
+            domain="d",
+            messages=({"role": "user", "content": row["prompt"]},),
+            reward={"kind": ENVIRONMENT, "environment": row["environment"]},
+        ),
+        command=resolve_command(
+            "keel.agents.environments.verifiers_env:rollout", python=python, folder=HERE
+        ),
+        python=python,
+        folder=HERE,
+        memory_mib=4096,
+        sandbox=wrap_of(network="loopback"),
+        readable=find_runtime(python).paths,
+        tells_reward=True,
+    )
+    assert not ended.failed, ended
+    check_law(policy, finished.segments)
+    return ended.verdict, [message["role"] for message in finished.index.messages]
+
+
+def test_single_turn(python: str) -> None:
+    first, second, third = rows_of(python, "tiny-sums", "--scale", "-2", "2")
+    assert [row["prompt"] for row in (first, second)] == ["1 + 1?", "1 + 1?\n\n(task 1)"]
+    for row, score, right in ((first, 1.0, 2.0), (third, 0.5, 0.0)):
+        verdict, _ = played(python, Policy(["2"]), row)
+        facts = {"reward": right, "right": right, "length": 1}
+        assert verdict == Verdict(parts={"correct": score}, facts=facts)
+
+
+def test_tools_and_turns(python: str) -> None:
+    (row,) = rows_of(python, "tiny-vault", "--scale", "-1", "0")
+    verdict, roles = played(python, Policy(["@vault_look safe", "I see.", "7"]), row)
+    assert roles == ["assistant", "tool", "assistant", "user", "assistant"]
+    assert verdict.parts == {"correct": 1.0}
+
+
+def test_untrained_agents_need_their_own_client(python: str) -> None:
+    (row,) = rows_of(python, "tiny-vault", "--config", '{"asks_user": true}')
+    assert "agent 'user' isn't trained" in played(python, Policy(["7"]), row)[0]
+
+
+def test_missing_packages_are_named(python: str) -> None:
+    for interpreter, cure in ((sys.executable, "'verifiers>=0.4'"), (python, "its package")):
+        script = [interpreter, "-P", verifiers_env.__file__, "no-such-environment"]
+        done = subprocess.run(script, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert cure in done.stderr
