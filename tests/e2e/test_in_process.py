@@ -483,9 +483,19 @@ def test_resumed_run_repeats_exactly(tmp_path: Path, capsys: pytest.CaptureFixtu
 IMAGES = pytest.mark.skipif(find_spec("torchvision") is None, reason="no torchvision")
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", pytest.param("qwen3_5_text", marks=IMAGES)])
+ADAPTERS = ["model.lora.rank=8", "model.lora.targets=[experts, in_proj_qkvz]", "trainer.lr=0.02"]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3_next", []),
+        ("qwen3_next", ADAPTERS),
+        pytest.param("qwen3_5_text", [], marks=IMAGES),
+    ],
+)
 def test_hybrid_model_matches_its_engine(
-    tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, family: str, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, tokenizer = tmp_path / "model", build_tokenizer()
     config = AutoConfig.for_model(
@@ -506,10 +516,14 @@ def test_hybrid_model_matches_its_engine(
         "data.max_prompt_tokens=1024",  # transformers' Qwen3.5 tokenizer splits more finely
         *(f"data.sources[{name}].size=400" for name in ("spelling", "spiral")),
         *(f"data.sources[{name}].holdout=8" for name in ("spelling", "spiral")),
+        # All answers are wrong, so only their lengths give a gradient.
+        *(f"data.sources[{name}].length.overlong=1" for name in ("spelling", "spiral")),
+        *(f"data.sources[{name}].length.margin=32" for name in ("spelling", "spiral")),
+        *options,
     ]
     assert main(["train", "quickstart", *knobs]) == 0, capsys.readouterr()
     _, *learned = lines_of(tmp_path / "run" / "metrics.jsonl")
-    assert len(learned) == 2
+    assert len(learned) == 2 and learned[0]["grad_norm"] > 0
     for step in learned:
         assert step["mismatch/logp_abs"] < 1e-4
         assert step["rollout/dropped_completions"] == 0
