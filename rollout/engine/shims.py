@@ -85,18 +85,19 @@ def _keep_seeded_streams(original: Any) -> Any:
 
 
 def _gated_delta_rule(original: Any) -> Any:
-    """Compute the gated delta rule in dtypes other than bfloat16, which vLLM's CPU kernels don't
-    support."""
+    """Compute the gated delta rule in dtypes other than bfloat16 and with heads of other sizes than
+    64 and 128, which vLLM's CPU kernels don't support."""
 
     def core(
         mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType
     ) -> None:
-        if mixed_qkv.dtype == torch.bfloat16:
-            return original(mixed_qkv, b, a, core_attn_out, layer_name)
         context: Any = get_forward_context()
         if context.attn_metadata is None:  # a warm-up
             return None
         layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
+        supported = layer.head_k_dim == layer.head_v_dim and layer.head_k_dim in (64, 128)
+        if mixed_qkv.dtype == torch.bfloat16 and supported:
+            return original(mixed_qkv, b, a, core_attn_out, layer_name)
         batch = context.attn_metadata[layer.prefix]
         ends, slots = batch.non_spec_query_start_loc, batch.non_spec_state_indices_tensor
         decodes, sequences = batch.num_decodes, batch.num_decodes + batch.num_prefills
@@ -143,7 +144,7 @@ def _process_tokens(
     shared = value.shape[2] // key.shape[2]
     query, key = (x.repeat_interleave(shared, 2) for x in (query, key))
     rule = _recurrent if query.shape[1] == 1 else _chunked
-    out, recurrent[slots] = rule(
+    out, state = rule(
         *(query, key, value),
         g=-layer.A_log.exp() * softplus(grouped(a) + layer.dt_bias),
         beta=grouped(b).sigmoid(),
@@ -151,4 +152,5 @@ def _process_tokens(
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
+    recurrent[slots] = state.to(recurrent.dtype)
     output.copy_(out.flatten(0, 1))

@@ -1,12 +1,14 @@
 """Compares recordings of a hybrid mixture of experts on a CPU to the float32 reference."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.rollout.recording.contract import Conversations, RecorderContract, Rig
 from tests.rollout.recording.reference import Reference, Tolerance
-from tests.rollout.remote_engine import engine_spec, running_engine
+from tests.rollout.remote_engine import engine_spec, prompts, running_engine
 from tests.rollout.tiny_model import make_model
 
 pytestmark = pytest.mark.e2e
@@ -39,3 +41,11 @@ class TestHybrid:
             play.take(rig.engine.sample_items(play.ask()))
         assert sum(result.cached_tokens for result in play.results) > 0
         play.check(rig)
+
+
+def test_small_heads_work_in_bfloat16(tmp_path: Path) -> None:
+    make_model(tmp_path, family="qwen3_next")
+    spec = replace(engine_spec(tmp_path, kv_cache_gib=CACHE_GIB), dtype="bfloat16")
+    with running_engine(spec, gpu=False) as engine:
+        (group,) = engine.sample(prompts(1, shared=0, own=60), group_size=2)
+    assert len(group.trajectories) == 2
