@@ -71,7 +71,7 @@ TOGETHER = (
     ),
     re.compile(
         r"tests/(e2e/test_(in_process|lost_node)|weights/test_sender"
-        r"|trainer/(placement/test_ray|test_(learner|recordings)_on_ray))"
+        r"|trainer/(placement/test_ray|test_(learner|recordings)_on_ray|test_work_nodes))"
     ),
     re.compile(r"tests/(model/test_fp8|rollout/engine/test_jobs|weights/test_pack)"),
 )

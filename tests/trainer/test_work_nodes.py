@@ -33,7 +33,6 @@ from keel.configs.schema import (
     SourceConfig,
     TinyModelConfig,
 )
-from keel.model.ray_timeouts import NAME
 from keel.rewards.custom import TextTrajectory, pickle_functions, prompt_fields
 from keel.rewards.pool import VerifierScore
 from keel.rewards.scorer import Scorer
@@ -46,10 +45,10 @@ from keel.trainer.placement.nodes import QUOTED_PYTHON
 from keel.trainer.work_nodes import WorkNodes, _Node, _NodeWorker
 from tests.agents.scripted import CHAT, Policy
 from tests.rewards.groups import PROMPT, score, with_message
-from tests.trainer.naps import SECONDS, nap, some_seconds
+from tests.trainer.naps import SECONDS, elsewhere, fails, nap, some_seconds
 from tests.waiting import PATIENCE_S, add_node, start_cluster, wait_for
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_ray_workers")]
 ADDER = """
 import time
 class Adder:
@@ -126,11 +125,6 @@ def task(source: str = "adder", text: str = "?") -> Prompt:
         environment=source,
         reward={"kind": "environment"},
     )
-
-
-def elsewhere(prompt: Any, trajectory: Any) -> float:
-    time.sleep(0.2)
-    return float("reward node" in os.environ.get(NAME, ""))
 
 
 def test_work_survives_the_loss_of_a_node(cluster: Cluster, folder: Path) -> None:
@@ -288,10 +282,6 @@ def test_silent_node_is_given_up(
         nodes.close()
 
 
-def fails(prompt: Any, trajectory: Any) -> float:
-    raise FileNotFoundError("/data/answers.json")
-
-
 def test_errors_name_the_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     spec = {"kind": "function", "name": f"python.{fails.__name__}", "prompt": prompt_fields(PROMPT)}
@@ -310,7 +300,7 @@ def test_errors_name_the_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pickle_functions([fails]):
         (result,) = asyncio.run(verify())
     assert result.error.endswith(f"/data/answers.json on node {socket.gethostname()}")
-    assert re.search(r"test_work_nodes.py:\d+ in fails$", result.at), "the same on all nodes"
+    assert re.search(r"naps.py:\d+ in fails$", result.at), "the same on all nodes"
 
 
 BROKEN = """
