@@ -1,7 +1,8 @@
 """A run that starts on too few nodes and later loses some for good.
 
 It starts with fewer ranks. After a step that does not fit, it continues with smaller micro-batches
-and with all ranks, since a node has joined. It ends with a single rank."""
+and with all ranks, since a node has joined. It ends with a single rank. The engine runs on one node
+and the environments on another until that is lost."""
 
 import json
 from collections.abc import Iterator
@@ -11,12 +12,15 @@ from typing import Any
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from keel.commands.cli import main
+from keel.rollout.pool import RayEngine
 from keel.trainer.learner import Learner
 from keel.trainer.run.journal import EVENTS
+from keel.trainer.work_nodes import WorkNodes
 from tests.e2e.test_command import DEADLINE_S, metrics, small
-from tests.waiting import add_node, start_cluster
+from tests.waiting import add_node, start_cluster, wait_for
 
 pytestmark = [
     pytest.mark.e2e,
@@ -26,11 +30,20 @@ pytestmark = [
 STEPS, SHORT_AFTER, LOST_AFTER = 3, 1, 2
 RANKS, ROOM, LEFT = 3, 2, 1
 """Ranks of the recipe, ranks that fit at first, and ranks after the loss; each node holds one."""
+RANK_CPUS, WORK_CPUS = 5, 4
+"""CPU cores of a rank and its node, and of the node of the environments, which holds no rank."""
+SPELLING = {"name": "s", "source": "reasoning_gym", "task": "spell_backward", "size": 64}
+ADDER = """
+class Adder:
+    def opening(self, task, seed): return f"Add {seed}."
+    def add(self, a: int, b: int) -> int: return a + b
+    def verdict(self, messages): return len(str(messages[-1]["content"])) % 5 / 4
+"""
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    cluster = start_cluster({"num_cpus": 1}, {"num_cpus": 1})
+    cluster = start_cluster({"num_cpus": RANK_CPUS}, {"num_cpus": RANK_CPUS})
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     yield cluster
     ray.shutdown()
@@ -53,6 +66,25 @@ def test_run_uses_the_ranks_that_fit(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     starts: list[Learner] = []
+    work = add_node(cluster, num_cpus=WORK_CPUS).node_id
+    head = cluster.head_node.node_id
+    places = set[tuple[int, str, str]]()
+
+    def engine_on_head(*arguments: Any, options: Any, **named: Any) -> RayEngine:
+        strategy = NodeAffinitySchedulingStrategy(node_id=head, soft=False)
+        options = {"scheduling_strategy": strategy}
+        return RayEngine(*arguments, options=lambda _: options, **named)
+
+    class Noted(WorkNodes):
+        def start(self) -> None:
+            super().start()
+            if len(starts) < 3:
+                wait_for(lambda: self.others, "the node of the environments")
+
+        def _acquire(self, kind: Any, *arguments: Any, **named: Any) -> Any:
+            node = super()._acquire(kind, *arguments, **named)
+            places.add((len(starts), kind, named.get("sampled_on") or node.id))
+            return node
 
     class Unlucky(Learner):
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -61,7 +93,7 @@ def test_run_uses_the_ranks_that_fit(
 
         def step(self, *arguments: Any, **options: Any) -> Any:
             if (len(starts), self.version) == (1, SHORT_AFTER):
-                add_node(cluster, num_cpus=1)
+                add_node(cluster, num_cpus=RANK_CPUS)
                 ray.get(self._ranks[1].__ray_call__.remote(short_of_memory), timeout=DEADLINE_S)
             if (len(starts), self.version) == (2, LOST_AFTER):
                 for lost in [*cluster.worker_nodes]:
@@ -69,11 +101,21 @@ def test_run_uses_the_ranks_that_fit(
             return super().step(*arguments, **options)
 
     monkeypatch.setattr("keel.trainer.launch.Learner", Unlucky)
-    monkeypatch.setattr("keel.trainer.placement.hardware.RANK_CPUS", 1.0)
+    monkeypatch.setattr("keel.trainer.launch.RayEngine", engine_on_head)
+    monkeypatch.setattr("keel.trainer.launch.WorkNodes", Noted)
+    for module in ("placement.hardware", "learner"):
+        monkeypatch.setattr(f"keel.trainer.{module}.RANK_CPUS", float(RANK_CPUS))
     folder = tmp_path / "run"
+    (tmp_path / "adder.py").write_text(ADDER)
+    isolation = {"isolation": "none-i-trust-the-environments"}
+    environment = {"target": "adder:Adder", "folder": str(tmp_path), **isolation}
+    adder = {"name": "adder", "source": "environment", "environment": environment, "size": 64}
 
     knobs = [
-        *small(folder, tmp_path / "cache", steps=STEPS),
+        *(k for k in small(folder, tmp_path / "cache", steps=STEPS) if "data.sources" not in k),
+        f"data.sources={json.dumps([adder, SPELLING])}",
+        # As many as reward workers on their node, so that none is left for the driver's.
+        *("agents.window=192", "agents.max_turns=2", "agents.max_concurrent_episodes=2"),
         *(f"trainer.ranks={RANKS}", "trainer.min_ranks=1", "trainer.threads=1"),
         *("run.checkpoint_every=1", "run.elastic_wait_s=1", "run.eval_every=-1"),
         "model.tiny.cold_start.steps=0",
@@ -88,8 +130,9 @@ def test_run_uses_the_ranks_that_fit(
 
     assert len(starts) == 3, output
     unplaced, memory, loss, *silent, waits = told("restart")
-    for line, free in ((unplaced, ROOM), (waits, LEFT)):
-        assert f"needs {RANKS} trainer ranks of 1 CPU cores, and the cluster has {free}" in line
+    for line, free in ((unplaced, ROOM * RANK_CPUS + WORK_CPUS), (waits, LEFT * RANK_CPUS)):
+        needs = f"{RANKS} trainer ranks of {RANK_CPUS} CPU cores"
+        assert f"needs {needs}, and the cluster has {free} free cores" in line
     assert "trainer rank 1 failed during an optimizer step: CUDA out of memory" in memory
     assert "trainer.micro_batch_tokens is now 4096, not 8192" in memory
     assert f"restarts from step {SHORT_AFTER}" in memory
@@ -99,6 +142,8 @@ def test_run_uses_the_ranks_that_fit(
         assert f"trainer.ranks is now {free}, not {RANKS}" in fewer
         assert fewer in output
     assert [learner._config.trainer.ranks for learner in starts] == [ROOM, RANKS, LEFT]
+    episodes = {(1, "episodes", work), (2, "episodes", work), (3, "episodes", head)}
+    assert places == episodes | {(start, "jobs", head) for start in (1, 2, 3)}
     assert starts[-1]._config.trainer.micro_batch_tokens == 4096
     assert (folder / "model" / "model.safetensors").exists()
     lines = metrics(folder)
