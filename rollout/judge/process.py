@@ -137,14 +137,14 @@ class VllmServer:
         self._reaper.wait(STOP_TIMEOUT_S)
 
     def lost(self) -> str:
-        """The reason why the server has to be restarted, which is that it exited or hangs, or "" if
-        it responds."""
-        if reason := self.ended():
-            return reason
-        if self._is_healthy(_HANG_TIMEOUT_S):
-            return ""
-        reason = f"its health check failed or took more than {_HANG_TIMEOUT_S:g} s"
-        return self.ended() or f"{reason}\n{self._log_excerpt()}"
+        """Why the server must be restarted (it exited or hangs), or "" if it responds."""
+        end = time.monotonic() + _HANG_TIMEOUT_S
+        while not (reason := self.ended()) and (remaining_s := end - time.monotonic()) > 0:
+            if self._is_healthy(remaining_s):
+                return ""
+            time.sleep(_POLL_S)
+        hangs = f"its health check failed for {_HANG_TIMEOUT_S:g} s"
+        return reason or f"{hangs}\n{self._log_excerpt()}"
 
     def _is_healthy(self, timeout_s: float = _HEALTH_TIMEOUT_S) -> bool:
         try:
