@@ -112,8 +112,11 @@ def require_unique(name: str, values: Sequence[str]) -> None:
 
 def require_endpoints(section: str, base_urls: str, api_key_env: str) -> None:
     """Check URLs that are separated by spaces as `require_endpoint` does."""
-    for url in base_urls.split() or [""]:
+    urls, name = base_urls.replace(",", " ").split(), f"{section}.base_url"
+    for url in urls or [""]:
         require_endpoint(section, url, api_key_env)
+    require("," not in base_urls, name, base_urls, "separate URLs by spaces")
+    require_unique(name, urls)
 
 
 def require_endpoint(section: str, base_url: str, api_key_env: str) -> None:

@@ -122,6 +122,8 @@ def test_every_section_with_bounds_checks_them() -> None:
         (CodeConfig, {"time_s": 1e300}, "rewards.code.time_s"),
         (JudgeConfig, {"serve": True}, "rewards.judge.model"),
         (JudgeConfig, {"base_url": "http://[::1", "model": "m"}, "rewards.judge.base_url"),
+        (JudgeConfig, {"base_url": f"{URL},{URL}2", "model": "m"}, "rewards.judge.base_url"),
+        (JudgeConfig, {"base_url": f"{URL} {URL}", "model": "m"}, "rewards.judge.base_url"),
         (JudgeServerConfig, {"options": {"tensor-parallel-size": 2}}, "judge.server.options"),
         (EnvironmentConfig, {"target": "a:B", "url": "http://x"}, "environment.target"),
         (EnvironmentConfig, {"program": "agent", "on_crash": "zero"}, "environment.on_crash"),
