@@ -241,7 +241,8 @@ class AuthorConfig(Section, path="author"):
     timeout_s: float = knob(600.0, gt=0)
     """Timeout in seconds per request."""
     retries: int = knob(4, ge=0)
-    """Number of retries after a timeout, a rate limit or a server error."""
+    """Number of retries after a timeout, a rate limit, a server error or an invalid reply. Each
+    attempt that times out is charged."""
     usd_per_million_prompt_tokens: float = knob(0.0, ge=0)
     """Price in US dollars, for `budget.usd`. 0: free."""
     usd_per_million_completion_tokens: float = knob(0.0, ge=0)

@@ -242,8 +242,8 @@ def plan_packing(
 
     A trajectory that fits into a micro-batch is never split, because the sequence mask needs all of
     it. The segments of a longer trajectory may go to any replica, and those without sampled tokens
-    are omitted. With `mask_delta` (`algorithm.mask_delta`), the segments of split
-    trajectories with a negative advantage are also added to `mask_pass`.
+    are omitted. If `mask_delta` (`algorithm.mask_delta`) is given, whatever its value, the segments
+    of split trajectories with a negative advantage are also added to `mask_pass`.
 
     All groups have the same weight, regardless of how many trajectories they lost (Eq. 5). With B
     trajectories in n non-empty groups, a trajectory in a group of size G_i has the weight B / (n

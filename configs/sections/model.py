@@ -96,8 +96,8 @@ class LoraConfig(Section, path="model.lora"):
     """Scale of the adapters: their output is multiplied by `alpha / rank`."""
     targets: tuple[str, ...] = ()
     """Names of the linear layers with adapters, such as q_proj. Empty: all in attention and, in
-    dense models, in MLPs. In a mixture of experts, only attention can have adapters, and the routed
-    experts (name `experts`), if they are named here. Each expert has adapters of its own."""
+    dense models, in MLPs. In a mixture of experts: attention; add `experts` for the routed experts.
+    Each expert has adapters of its own."""
     dropout: float = 0.0
     """Must be 0, because engines sample from the merged weights, which have no dropout."""
 
