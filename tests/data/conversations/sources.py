@@ -65,9 +65,9 @@ def source(path: str, **knobs: Any) -> ConversationsConfig:
     return ConversationsConfig(**{"name": "s", "source": "jsonl", "path": path, **knobs})
 
 
-def said(lessons: Any) -> set[str]:
+def said(examples: Any) -> set[str]:
     return {
-        "".join(chr(int(token)) for token in lesson.segments[0].token_ids_T[one.trainable_T])
-        for lesson in lessons
-        for one in lesson.segments[:1]
+        "".join(chr(int(token)) for token in example.segments[0].token_ids_T[one.trainable_T])
+        for example in examples
+        for one in example.segments[:1]
     }

@@ -83,8 +83,8 @@ def loaded(path: str, kind: Any = "file", **knobs: Any) -> SftData:
     return load(ConversationsConfig(name="told", source=kind, path=path, **knobs))
 
 
-def texts(lessons: SftData) -> list[str]:
-    streamed = lessons.train.sources["told"]
+def texts(examples: SftData) -> list[str]:
+    streamed = examples.train.sources["told"]
     return sorted("".join(map(chr, one.segments[0].token_ids_T)) for one in streamed)
 
 
@@ -136,7 +136,7 @@ def test_selection_and_tokens(tmp_path: Path) -> None:
     report = found.report["s"]
     assert (report.learned, report.sampled) == (3, 2)
     assert report.left_out == {"reward below 1": 1, "cut off": 1}
-    tokens = [lesson.segments[0].token_ids_T.tolist() for lesson in found.train.sources["s"]]
+    tokens = [example.segments[0].token_ids_T.tolist() for example in found.train.sources["s"]]
     assert sorted(tokens) == [[7, 8, 9], [7, 8, 9], [ord(letter) for letter in "b1?b1"]]
     found = load(source(str(run), most_per_prompt=1, cut=True, **knobs))
     assert found.report["s"].learned == 3

@@ -35,14 +35,14 @@ from tests.trainer.engine.scenarios import (
 
 pytestmark = pytest.mark.e2e
 
-LESSON_STEPS = 2
+SFT_STEPS = 2
 HELDOUT = 99
 """Seed."""
 WARM_UP: Mapping[str, str] = {"model": "sparse", "attention": "warm-up"}
 """Only indexers learn."""
 
 
-def lessons(seed: int) -> list[SftExample]:
+def conversations(seed: int) -> list[SftExample]:
     """Five conversations of one to three contexts, most with several trained spans."""
     random = np.random.default_rng(seed)
 
@@ -77,7 +77,7 @@ def learning(stage: int, *, model: str = "untied", **changes: object) -> Scenari
 
         def packed(seed: int):
             return plan_sft(
-                lessons(seed),
+                conversations(seed),
                 replicas=trainer.data_parallel,
                 micro_batch_tokens=trainer.micro_batch_tokens,
             )[local].pack()
@@ -86,9 +86,7 @@ def learning(stage: int, *, model: str = "untied", **changes: object) -> Scenari
             return values(ranks.merged(engine.evaluate_nll(packed(HELDOUT))))
 
         before = measured()
-        metrics = [
-            values(ranks.merged(engine.step([packed(step)]))) for step in range(LESSON_STEPS)
-        ]
+        metrics = [values(ranks.merged(engine.step([packed(step)]))) for step in range(SFT_STEPS)]
         return {
             "heldout": [before, measured()],
             "metrics": metrics,
@@ -98,16 +96,16 @@ def learning(stage: int, *, model: str = "untied", **changes: object) -> Scenari
     return run
 
 
-LESSON_SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
+SFT_SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
     1: {
         "warm-up": learning(0, **WARM_UP),
-        "lessons": learning(0),
-        "lessons unpacked": learning(0, tokens=1),
+        "conversations": learning(0),
+        "conversations unpacked": learning(0, tokens=1),
     },
     2: {
         "warm-up stage 3": learning(3, tokens=TIGHT, **WARM_UP),
-        "lessons stage 1": learning(1, tokens=TIGHT),
-        "lessons stage 3 sequence": learning(3, sequence_parallel=2, tokens=TIGHT),
+        "conversations stage 1": learning(1, tokens=TIGHT),
+        "conversations stage 3 sequence": learning(3, sequence_parallel=2, tokens=TIGHT),
     },
 }
 
@@ -218,7 +216,7 @@ COMPILED: Mapping[int, Mapping[str, Scenario]] = {
 }
 """With compiled layers, and without."""
 ALL = {
-    size: {**local, **LESSON_SCENARIOS.get(size, {}), **COMPILED.get(size, {})}
+    size: {**local, **SFT_SCENARIOS.get(size, {}), **COMPILED.get(size, {})}
     for size, local in SCENARIOS.items()
 }
 """In the same processes."""
@@ -282,17 +280,17 @@ def test_all_ranks_score_equally_often(results: dict[str, Any], name: str) -> No
     assert all(min(counts) > 0 for counts in results[name]["split"])
 
 
-LESSONS = [
+LAYOUTS = [
     name
-    for size in LESSON_SCENARIOS.values()
+    for size in SFT_SCENARIOS.values()
     for name in size
-    if name not in ("lessons", "warm-up")
+    if name not in ("conversations", "warm-up")
 ]
 
 
-@pytest.mark.parametrize("name", LESSONS)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_conversations_train_alike_on_any_layout(results: dict[str, Any], name: str) -> None:
-    plain = results["warm-up" if name.startswith("warm-up") else "lessons"]
+    plain = results["warm-up" if name.startswith("warm-up") else "conversations"]
     # Adam divides by the root of a tiny moment: rounding, which differs by machine, grows there.
     same(results[name]["after"], plain["after"], atol=1e-5)
     for expected, actual in zip(plain["heldout"], results[name]["heldout"], strict=True):
@@ -310,8 +308,8 @@ def test_sft_matches_transformers(folder: Path, results: dict[str, Any]) -> None
 
     def loss(seed: int) -> Tensor:
         total, count = torch.zeros(()), 0
-        for lesson in lessons(seed):
-            for segment in lesson.segments:
+        for example in conversations(seed):
+            for segment in example.segments:
                 ids = torch.from_numpy(segment.token_ids_T).long()[None]
                 labels = ids.where(torch.from_numpy(segment.trainable_T), -100)
                 output = int(segment.trainable_T.sum())
@@ -328,7 +326,7 @@ def test_sft_matches_transformers(folder: Path, results: dict[str, Any]) -> None
         eps=1e-2,
         weight_decay=0.1,
     )
-    engine_result = results["lessons"]
+    engine_result = results["conversations"]
     with torch.no_grad():
         assert engine_result["heldout"][0]["nll"] == pytest.approx(float(loss(HELDOUT)), rel=1e-5)
     for step, metrics in enumerate(engine_result["metrics"]):
