@@ -16,6 +16,7 @@ import openai
 from keel.agents.schemas import ArgumentValidator
 from keel.agents.types import ToolResult
 from keel.configs.synthesis import AuthorConfig, CostConfig
+from keel.rewards.judge.prompts import BadReply
 from keel.rewards.judge.servers import Server, ServerPool
 from keel.rewards.judge.specs import Counts, JudgeError
 from keel.rl.strict_json import replace_surrogates
@@ -146,7 +147,7 @@ class EndpointAuthor:
                     self._pool.count_failure(server, client, error)
                     attempt += 1
                     if not error.retry or attempt > self._config.retries:
-                        raise AuthorLost(f"{self.name} at {server.url}: {error.reason}") from error
+                        raise AuthorLost(f"{self.name} at {error.reason}") from error
                     await self._pool.pause(attempt, error)
 
     async def _call(
@@ -190,15 +191,17 @@ class EndpointAuthor:
                 )
                 if too_long and any(message.get("role") == "assistant" for message in messages):
                     return Parsed(content="", reasoning="", closed=False)
-                failure = self._pool.failure_of(error)
+                failure = self._pool.failure_of(error, server)
                 if too_long:
+                    failure.retry = False
                     failure.reason += f"; lower author.max_tokens = {config.max_tokens}"
                 raise failure from error
             try:
                 reply, counts = _parse_completion(response.text)
             except _NOT_A_COMPLETION as error:
                 take(most)
-                raise AuthorLost(f"{self.name}: the reply is not a chat completion") from error
+                failure = BadReply("not a chat completion")
+                raise self._pool.failure_of(failure, server) from error
             take(self._usage(purpose, *counts) if all(counts) else most)
             return reply
 

@@ -106,16 +106,16 @@ class JudgeEndpoint:
                 raise ValueError(f"rewards.judge.chats cannot be written: {error}") from error
         self._in_flight: dict[str, asyncio.Task[str]] = {}
 
-    async def ask(self, question: Question[T], *, sample: int = 0, fresh: bool = False) -> T:
+    async def ask(self, question: Question[T], *, sample: int = 0, only: Server | None = None) -> T:
         """Return the judge's response to a question. Later calls with the same `sample` return the
-        cached response, unless `fresh` is set.
+        cached response. If `only` is given, this server is asked, without reading the cache.
 
         Raises JudgeError if all attempts fail, and RewardStopped if the endpoint no longer accepts
         calls.
         """
         s = self._settings
         key = question.key(s.model, s.temperature, s.max_reply_tokens, dict(s.extra), sample)
-        cached = None if fresh else self._cache.get(key)
+        cached = None if only else self._cache.get(key)
         if cached is not None:
             with suppress(BadReply):  # ask again and overwrite a corrupt entry
                 reply = question.read(cached)
@@ -125,7 +125,7 @@ class JudgeEndpoint:
         if task is not None:
             self.counts.cache_hits += 1
         else:
-            task = asyncio.create_task(self._attempts(question, key))
+            task = asyncio.create_task(self._attempts(question, key, only))
             self._in_flight[key] = task
             task.add_done_callback(lambda _: self._in_flight.pop(key))
         # Shielded: others may await the same reply.
@@ -139,10 +139,10 @@ class JudgeEndpoint:
         if self._chats:
             self._chats.close()
 
-    async def _attempts(self, question: Question[Any], key: str) -> str:
+    async def _attempts(self, question: Question[Any], key: str, only: Server | None) -> str:
         attempt, server = 0, None
         while True:
-            async with self.pool.acquire(server) as server:
+            async with self.pool.acquire(server, only) as server:
                 client = server.client
                 try:
                     messages = question.messages(new_fence())
@@ -157,7 +157,7 @@ class JudgeEndpoint:
                     if not error.retry or attempt > self._settings.retries:
                         raise
                     self.counts.retried[error.kind] += 1
-                    await self.pool.pause(attempt, error)
+                    await self.pool.pause(attempt, error, only)
 
     def _log_chat(self, messages: list[dict[str, str]], reply: str) -> None:
         """Append a chat in the format of `keel sft`. Each chat is appended in a single write,
@@ -200,7 +200,7 @@ class JudgeEndpoint:
             question.read(content)
             return content
         except (TimeoutError, openai.APIError, BadReply) as error:
-            raise self.pool.failure_of(error) from error
+            raise self.pool.failure_of(error, server) from error
         finally:
             self.counts.call_s = self.counts.call_s.merge(Mean(time.monotonic() - started, 1))
 

@@ -49,6 +49,7 @@ class Server:
     calls: int = 0
     failures: int = 0  # failed calls since the last successful one
     rests_until: float = 0.0
+    busy_until: float = 0.0
     lost: str = ""  # why the server could not be restarted
     lookup: asyncio.Task[None] | None = None  # finds the URL; calls wait for it
 
@@ -78,7 +79,8 @@ class ServerPool:
         key = os.environ.get(api_key_env, "").strip() if api_key_env else ""
         if api_key_env and not key:
             raise ValueError(f"{section}.api_key_env: export the API key in {api_key_env}")
-        self._timeout_s, self._max_concurrent, self._counts = timeout_s, max_concurrent, counts
+        self._section, self._timeout_s = section, timeout_s
+        self._max_concurrent, self._counts = max_concurrent, counts
         self._changed = asyncio.Condition()
         self.stopped = ""
         self.servers = [Server(one.key, one) for one in served]
@@ -96,28 +98,33 @@ class ServerPool:
             if server.client:
                 await server.client.close()
 
-    async def locate_all(self) -> int:
-        """Wait until all servers are up, and return how many there are. Raises RewardStopped if a
-        server fails."""
+    async def locate_all(self) -> None:
+        """Wait until all servers are up. Raises RewardStopped if a server fails."""
         await asyncio.gather(*(self._start_lookup(server) for server in self.servers))
         lost = (server.lost for server in self.servers if server.lost)
         if reason := self.stopped or next(lost, ""):
             raise self.stop(reason)
-        return len(self.servers)
 
     @asynccontextmanager
-    async def acquire(self, avoided: Server | None) -> AsyncGenerator[Server]:
-        """Wait for a server with a free slot, preferring servers other than `avoided`. The calls in
-        flight and the lookups of URLs, one of which has to end first, have their own deadlines.
-        Raises RewardStopped once the pool has been stopped."""
+    async def acquire(
+        self, avoided: Server | None, only: Server | None = None
+    ) -> AsyncGenerator[Server]:
+        """Wait for a server with a free slot, preferring servers other than `avoided`, or for
+        `only`. The calls in flight and the lookups of URLs, one of which has to end first, have
+        their own deadlines. Raises RewardStopped once the pool has been stopped, or if `only` is
+        lost."""
         started, server = time.monotonic(), None
         async with self._changed:
-            while not self.stopped and (server := self._choose(avoided)) is None:
+            while not self.stopped and (server := self._choose(avoided, only)) is None:
+                if only and only.lost:
+                    raise self.stop(only.lost)
                 await self._changed.wait()
-        if server is None:
-            raise RewardStopped(self.stopped)
+            if server is None:
+                raise RewardStopped(self.stopped)
+            server.calls += 1
+            if self._choose(None):  # a server that works again has several free slots
+                self._changed.notify()
         self._counts.queue_s = self._counts.queue_s.merge(Mean(time.monotonic() - started, 1))
-        server.calls += 1
         try:
             yield server
         finally:
@@ -128,8 +135,8 @@ class ServerPool:
                 else:
                     self._changed.notify()
 
-    def failure_of(self, error: Exception) -> JudgeError:
-        """Classify the error of a call. API keys are removed from the reason."""
+    def failure_of(self, error: Exception, server: Server) -> JudgeError:
+        """Classify the error of a call to `server`. API keys are removed from the reason."""
         kind: FailureKind
         retry, after_s = True, 0.0
         cause = error if isinstance(error, _ReplyTooLarge) else error.__cause__
@@ -144,15 +151,18 @@ class ServerPool:
             elif code in _TOO_LONG_STATUSES and _TOO_LONG.search(error.message):
                 kind, retry = "too_long", False
             else:
-                kind, retry = "refused", code in _RETRIED
+                # Another server may be configured correctly.
+                kind, retry = "refused", code in _RETRIED or len(self.servers) > 1
         elif isinstance(error, TimeoutError | openai.APITimeoutError):
-            kind, reason = "timeout", f"no reply within {self._timeout_s:g} s"
+            limit = f"{self._section}.timeout_s = {self._timeout_s:g}"
+            kind, reason = "timeout", f"no reply within {limit}"
         elif isinstance(cause, _ReplyTooLarge):
             kind, reason = "invalid", cause.message
         else:
             kind, reason = "unreachable", f"cannot be reached ({cause or error})"
-        for server in self.servers:
-            reason = reason.replace(server.key, "***") if server.key else reason
+        reason = f"{server.url}: {reason}"
+        for each in self.servers:
+            reason = reason.replace(each.key, "***") if each.key else reason
         reason = "".join(c if c.isprintable() else " " for c in reason[:300])
         return JudgeError(kind, reason, retry=retry, after_s=after_s)
 
@@ -165,23 +175,29 @@ class ServerPool:
             return
         if server.served and not server.lost and failure.kind in ("timeout", "unreachable"):
             self._start_lookup(server)  # its machine may be gone
-        if not failure.retry or failure.kind == "busy":  # the server works
+        if failure.kind == "busy":
+            rest_s = max(failure.after_s, _BACKOFF_S)
+            server.busy_until = max(server.busy_until, time.monotonic() + rest_s)
+            return
+        if not failure.retry:  # the server works
             return
         server.failures += 1
         if server.failing and len(self.servers) > 1:
             if time.monotonic() >= server.rests_until:
                 log.warning(
-                    "server %s failed %d calls in a row and gets no requests for %.0f s: %s",
-                    server.url,
+                    "%d calls in a row failed, so their server gets no requests for %.0f s: %s",
                     server.failures,
                     _REST_S,
                     failure,
                 )
             server.rests_until = time.monotonic() + _REST_S
 
-    async def pause(self, attempt: int, failure: JudgeError) -> None:
-        """Sleep before retry number `attempt`. The call keeps its slot, which slows all calls down
-        if the server is busy."""
+    async def pause(self, attempt: int, failure: JudgeError, only: Server | None = None) -> None:
+        """Sleep before retry number `attempt`, unless the server was busy and another one is free.
+        The call keeps its slot, which slows all calls down if all servers are busy."""
+        free = self._choose(None, only) if failure.kind == "busy" else None
+        if free and time.monotonic() >= free.busy_until:
+            return
         pause = _BACKOFF_S * 2 ** min(attempt - 1, 10) * random.uniform(0.5, 1.5)
         await asyncio.sleep(min(max(pause, failure.after_s), _MAX_PAUSE_S))
 
@@ -224,12 +240,13 @@ class ServerPool:
         async with self._changed:
             self._changed.notify_all()
 
-    def _choose(self, avoided: Server | None) -> Server | None:
+    def _choose(self, avoided: Server | None, only: Server | None = None) -> Server | None:
         """Return the server with the fewest calls in flight, or None if all servers are full or
         down. `avoided` is chosen only if no other server is free. Failing servers get one call at a
-        time after a rest, unless all servers are failing."""
+        time after a rest, unless all servers are failing. Busy servers get none, unless all others
+        are busy or failing."""
         running: list[Server] = []
-        for server in self.servers:
+        for server in [only] if only else self.servers:
             if server.url and not server.lookup:
                 running.append(server)
             elif not server.url and not server.lost:
@@ -241,6 +258,7 @@ class ServerPool:
                 for server in running
                 if not server.failing or (not server.calls and now >= server.rests_until)
             ]
+            running = [server for server in running if now >= server.busy_until] or running
         free = [server for server in running if server.calls < self._max_concurrent]
         return min(free, key=lambda one: (one is avoided, one.calls), default=None)
 

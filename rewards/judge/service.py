@@ -60,10 +60,10 @@ class JudgeService:
         question = rubric_question(task, criteria, "", material)
 
         async def ask_each() -> None:
-            # Each server gets one of the requests, as long as it has the fewest.
-            ask = partial(self._endpoint.ask, question, fresh=True)
-            samples = range(await self._endpoint.pool.locate_all())
-            await asyncio.gather(*(ask(sample=number) for number in samples))
+            ask, pool = partial(self._endpoint.ask, question), self._endpoint.pool
+            await pool.locate_all()
+            servers = enumerate(pool.servers)
+            await asyncio.gather(*(ask(sample=number, only=one) for number, one in servers))
 
         try:
             asyncio.run_coroutine_threadsafe(ask_each(), self._loop).result()

@@ -273,6 +273,18 @@ def test_lost_author_reports_no_key(
     assert bool(kept) == billed  # late ones may have been computed
 
 
+@pytest.mark.parametrize("reply", [Reply("no such model", status=404), Reply("<html>")])
+def test_misconfigured_server_leaves_its_requests_to_another(
+    endpoint: Server, reply: Reply, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keel.rewards.judge.servers._BACKOFF_S", 0.001)
+    endpoint.behave = lambda _: words("a task")
+    with running(lambda _: reply) as wrong:
+        author, _ = author_of(Server(words, url=f"{wrong.url} {endpoint.url}"), retries=1)
+        assert ask(author, times=20) == [replied("a task")] * 20
+        assert author._pool.servers[0].failures == len(wrong.requests) > 0
+
+
 @pytest.mark.e2e
 def test_stopped_server_leaves_its_requests_to_another() -> None:
     with process_of("a task") as (first, pid), process_of("a task") as (second, _):

@@ -323,7 +323,9 @@ def test_other_servers_go_on_without_a_lost_one() -> None:
             service.check_reachable()
 
 
-@pytest.mark.parametrize("broken", [says("garbage"), Reply("", hang_up=True), Reply("", 500)])
+@pytest.mark.parametrize(
+    "broken", [says("garbage"), Reply("", hang_up=True), Reply("", 500), Reply("", 404)]
+)
 def test_failing_server_rests(monkeypatch: pytest.MonkeyPatch, broken: Reply) -> None:
     monkeypatch.setattr("keel.rewards.judge.servers._MAX_FAILURES", 2)
     monkeypatch.setattr("keel.rewards.judge.servers._BACKOFF_S", 0.001)
@@ -340,6 +342,25 @@ def test_failing_server_rests(monkeypatch: pytest.MonkeyPatch, broken: Reply) ->
             for number in range(8):
                 judged(service, f"red {number}")
             assert len(failing.requests) > 4, "it works again"
+
+
+def test_busy_server_rests() -> None:
+    busy = Reply("{}", status=429, headers={"retry-after": "1000"})
+    with running(lambda _: busy) as full, running(good) as fine:
+        with JudgeService(settings(f"{full.url} {fine.url}")) as service:
+            for number in range(8):
+                judged(service, f"blue {number}")
+            assert not any(server.failing for server in service._endpoint.pool.servers)
+        assert (len(full.requests), len(fine.requests)) == (1, 8)
+
+
+def test_each_server_must_be_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keel.rewards.judge.servers._BACKOFF_S", 0.001)
+    with running(lambda _: Reply("no such model", 404)) as wrong, running(good) as fine:
+        config, reason = settings(f"{fine.url} {wrong.url}"), f"{wrong.url}: HTTP 404"
+        with JudgeService(config) as service, pytest.raises(ValueError, match=reason):
+            service.check_reachable()
+        assert len(fine.requests) == 1
 
 
 @pytest.mark.e2e
@@ -393,6 +414,13 @@ def test_restarted_server_gets_requests_at_once(monkeypatch: pytest.MonkeyPatch)
             before = len(restarted.requests)
             service.check_reachable()
             assert len(restarted.requests) == before + 1
+
+
+def test_a_retry_leaves_a_failing_server() -> None:
+    with running(lambda _: Reply("down", 500)) as failing, running(good) as fine:
+        with JudgeService(settings(f"{failing.url} {fine.url}", retries=1)) as service:
+            judged(service, "blue")
+        assert len(failing.requests) == 1
 
 
 @pytest.mark.parametrize("count", [1, 2])
