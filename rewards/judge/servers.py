@@ -57,6 +57,11 @@ class Server:
     def failing(self) -> bool:
         return self.failures >= _MAX_FAILURES
 
+    @property
+    def works(self) -> bool:
+        running = bool(self.url) and not self.lookup
+        return running and not self.failing and time.monotonic() >= self.busy_until
+
 
 class ServerPool:
     """Gives each call to the server with the fewest calls in flight, and lets failing servers rest.
@@ -193,10 +198,10 @@ class ServerPool:
             server.rests_until = time.monotonic() + _REST_S
 
     async def pause(self, attempt: int, failure: JudgeError, only: Server | None = None) -> None:
-        """Sleep before retry number `attempt`, unless the server was busy and another one is free.
-        The call keeps its slot, which slows all calls down if all servers are busy."""
-        free = self._choose(None, only) if failure.kind == "busy" else None
-        if free and time.monotonic() >= free.busy_until:
+        """Sleep before retry number `attempt`, unless the server was busy and others work. The call
+        keeps its slot, which slows all calls down if all servers are busy."""
+        servers = [only] if only else self.servers
+        if failure.kind == "busy" and any(server.works for server in servers):
             return
         pause = _BACKOFF_S * 2 ** min(attempt - 1, 10) * random.uniform(0.5, 1.5)
         await asyncio.sleep(min(max(pause, failure.after_s), _MAX_PAUSE_S))

@@ -347,11 +347,10 @@ def test_failing_server_rests(monkeypatch: pytest.MonkeyPatch, broken: Reply) ->
 def test_busy_server_rests() -> None:
     busy = Reply("{}", status=429, headers={"retry-after": "1000"})
     with running(lambda _: busy) as full, running(good) as fine:
-        with JudgeService(settings(f"{full.url} {fine.url}")) as service:
-            for number in range(8):
-                judged(service, f"blue {number}")
-            assert not any(server.failing for server in service._endpoint.pool.servers)
-        assert (len(full.requests), len(fine.requests)) == (1, 8)
+        config = settings(f"{full.url} {fine.url}", max_concurrent=2)
+        answers = [f"blue {number}" for number in range(8)]
+        assert all(isinstance(result, Judgement) for result in judge(config, answers))
+        assert (len(full.requests), len(fine.requests)) == (2, 8)
 
 
 def test_each_server_must_be_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
