@@ -27,7 +27,7 @@ from keel.data.results import align_columns
 from keel.data.rows import parse_object, read_lines
 from keel.model.hub import download
 from keel.rewards.judge.service import JudgeService
-from keel.rewards.judge.specs import JudgeError, Judgement, ServedJudge, judged_spec
+from keel.rewards.judge.specs import CallError, Judgement, ServedJudge, judged_spec
 from keel.rl.types import Prompt
 from keel.rollout.judge.server import JudgeServer
 from keel.trainer.placement.nodes import start_ray, stop_ray
@@ -158,7 +158,7 @@ def _judge_answers(
     with JudgeService(settings, servers=servers) as judge:
         with waiting("starting the judge" if servers else "connecting to the judge"):
             judge.check_reachable()
-        results: list[Judgement | JudgeError] = []
+        results: list[Judgement | CallError] = []
         with (
             out.open("w", encoding="utf-8") as file,
             waiting("judging", total=len(answers), unit="answers") as progress,
@@ -187,7 +187,7 @@ def _judge_answers(
             scores.setdefault("mean score", []).append(result.value)
             for verdict in result.verdicts:
                 scores.setdefault(verdict.name, []).append(verdict.score)
-    failures = sum(isinstance(result, JudgeError) for result in results)
+    failures = sum(isinstance(result, CallError) for result in results)
     print(" · ".join(f"{_printable(name)} {fmean(of):.3f}" for name, of in scores.items()))
     print(
         f"judged {len(results) - failures}, failed {failures}; {counts.calls} calls, "
@@ -198,12 +198,12 @@ def _judge_answers(
 
 
 def _results_table(
-    answers: Sequence[_Answer], results: Sequence[Judgement | JudgeError]
+    answers: Sequence[_Answer], results: Sequence[Judgement | CallError]
 ) -> list[str]:
     rows = [["", "score", "spread", ""]]
     for answer, result in list(zip(answers, results, strict=True))[:_MAX_ROWS]:
         score, spread, text = "failed", "", ""
-        if isinstance(result, JudgeError):
+        if isinstance(result, CallError):
             text = result.reason
         else:
             score, spread = f"{result.value:.3f}", f"{result.parts['disagreement']:.2f}"

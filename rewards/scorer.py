@@ -18,8 +18,8 @@ from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import (
     JUDGED_KINDS,
     REFUSAL_SPEC,
+    CallError,
     Counts,
-    JudgeError,
     Judgement,
 )
 from keel.rewards.length import LengthRule, apply_length_rule
@@ -41,7 +41,7 @@ from keel.rl.types import (
     Trajectory,
 )
 
-_Result = VerifierScore | Judgement | JudgeError
+_Result = VerifierScore | Judgement | CallError
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class _Draft:
     dropped: str = ""  # why the trajectory is dropped
 
     def add(self, part: str, result: _Result) -> None:
-        if isinstance(result, JudgeError):
+        if isinstance(result, CallError):
             self.dropped = self.dropped or f"the judge failed ({result.kind}): {result.reason}"
         elif isinstance(result, Judgement):
             prefix = f"{REFUSAL}: " if part == REFUSAL else ""

@@ -18,7 +18,7 @@ from keel.agents.types import ToolResult
 from keel.configs.synthesis import AuthorConfig, CostConfig
 from keel.rewards.judge.prompts import BadReply
 from keel.rewards.judge.servers import Server, ServerPool
-from keel.rewards.judge.specs import Counts, JudgeError
+from keel.rewards.judge.specs import CallError, Counts
 from keel.rl.strict_json import replace_surrogates
 from keel.rl.turns import (
     Malformed,
@@ -143,7 +143,7 @@ class EndpointAuthor:
                     reply = await self._call(server, messages, purpose=purpose, tools=tools)
                     server.failures = 0
                     return reply
-                except JudgeError as error:
+                except CallError as error:
                     self._pool.count_failure(server, client, error)
                     attempt += 1
                     if not error.retry or attempt > self._config.retries:

@@ -17,7 +17,7 @@ from keel.configs.sections.rewards import JudgeConfig
 from keel.rewards.failures import RewardStopped
 from keel.rewards.judge.prompts import BadReply, Question, new_fence
 from keel.rewards.judge.servers import Server, ServerPool
-from keel.rewards.judge.specs import Counts, JudgeError, ServedJudge
+from keel.rewards.judge.specs import CallError, Counts, ServedJudge
 from keel.rl.metrics import Mean
 
 _CACHE_FILE = "judge.sqlite"
@@ -110,7 +110,7 @@ class JudgeEndpoint:
         """Return the judge's response to a question. Later calls with the same `sample` return the
         cached response. If `only` is given, this server is asked, without reading the cache.
 
-        Raises JudgeError if all attempts fail, and RewardStopped if the endpoint no longer accepts
+        Raises CallError if all attempts fail, and RewardStopped if the endpoint no longer accepts
         calls.
         """
         s = self._settings
@@ -151,7 +151,7 @@ class JudgeEndpoint:
                     self._cache.put(key, content)
                     self._log_chat(messages, content)
                     return content
-                except JudgeError as error:
+                except CallError as error:
                     self.pool.count_failure(server, client, error)
                     attempt += 1
                     if not error.retry or attempt > self._settings.retries:

@@ -17,7 +17,7 @@ from openai import APIConnectionError, AsyncOpenAI, DefaultAsyncHttpxClient, Tim
 
 from keel.rewards.failures import RewardStopped
 from keel.rewards.judge.prompts import BadReply
-from keel.rewards.judge.specs import Counts, FailureKind, JudgeError, ServedJudge
+from keel.rewards.judge.specs import CallError, Counts, FailureKind, ServedJudge
 from keel.rl.metrics import Mean
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -140,7 +140,7 @@ class ServerPool:
                 else:
                     self._changed.notify()
 
-    def failure_of(self, error: Exception, server: Server) -> JudgeError:
+    def failure_of(self, error: Exception, server: Server) -> CallError:
         """Classify the error of a call to `server`. API keys are removed from the reason."""
         kind: FailureKind
         retry, after_s = True, 0.0
@@ -169,11 +169,9 @@ class ServerPool:
         for each in self.servers:
             reason = reason.replace(each.key, "***") if each.key else reason
         reason = "".join(c if c.isprintable() else " " for c in reason[:300])
-        return JudgeError(kind, reason, retry=retry, after_s=after_s)
+        return CallError(kind, reason, retry=retry, after_s=after_s)
 
-    def count_failure(
-        self, server: Server, client: AsyncOpenAI | None, failure: JudgeError
-    ) -> None:
+    def count_failure(self, server: Server, client: AsyncOpenAI | None, failure: CallError) -> None:
         """Count the failure of a call that used `client`, and let the server rest after several in
         a row. One of the run's own servers is restarted if it has died or hangs."""
         if server.client is not client:  # it has been restarted in the meantime
@@ -197,7 +195,7 @@ class ServerPool:
                 )
             server.rests_until = time.monotonic() + _REST_S
 
-    async def pause(self, attempt: int, failure: JudgeError, only: Server | None = None) -> None:
+    async def pause(self, attempt: int, failure: CallError, only: Server | None = None) -> None:
         """Sleep before retry number `attempt`, unless the server was busy and others work. The call
         keeps its slot, which slows all calls down if all servers are busy."""
         servers = [only] if only else self.servers

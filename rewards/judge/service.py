@@ -14,7 +14,7 @@ from typing import Any, cast
 from keel.configs.sections.rewards import JudgeConfig
 from keel.rewards.failures import FailureRate
 from keel.rewards.judge.prompts import json_length, rubric_question
-from keel.rewards.judge.specs import Counts, JudgeError, Judgement, ServedJudge, judged_spec
+from keel.rewards.judge.specs import CallError, Counts, Judgement, ServedJudge, judged_spec
 from keel.rewards.text import is_blank, outside_think
 from keel.rl.types import Prompt
 
@@ -40,7 +40,7 @@ class JudgeService:
 
     def submit(
         self, prompt: Prompt, answer: str, thinking: str = ""
-    ) -> Future[Judgement | JudgeError]:
+    ) -> Future[Judgement | CallError]:
         """Start judging an answer based on the spec in `prompt.reward`. Thinking inside `answer` is
         removed. `thinking` is used only for criteria about the thinking.
 
@@ -67,7 +67,7 @@ class JudgeService:
 
         try:
             asyncio.run_coroutine_threadsafe(ask_each(), self._loop).result()
-        except JudgeError as error:
+        except CallError as error:
             settings = self._settings
             where = f"base_url = {settings.base_url!r}" if settings.base_url else "serve = True"
             raise ValueError(
@@ -103,7 +103,7 @@ class JudgeService:
 
     async def _judge_completion(
         self, prompt: Prompt, answer: str, thinking: str
-    ) -> Judgement | JudgeError:
+    ) -> Judgement | CallError:
         try:
             spec = judged_spec(prompt.reward)
         except ValueError as error:
@@ -130,20 +130,20 @@ class JudgeService:
         samples = [result for result in results if not isinstance(result, BaseException)]
         failures = [result for result in results if isinstance(result, BaseException)]
         for failure in failures:
-            if not isinstance(failure, JudgeError):
+            if not isinstance(failure, CallError):
                 raise failure
         if 2 * len(samples) > count:
             return self._count_result(spec.combine(cast(Any, parsed), samples))
-        error = cast(JudgeError, failures[0])
+        error = cast(CallError, failures[0])
         if error.kind == "too_long" and size + json_length(thinking) > limit * _LONG:
             # The policy's fault, not the judge's.
             self._counts.skipped += 1
             return self._count_result(spec.zero_result(f"it exceeds the judge's context: {error}"))
         return self._count_result(error)
 
-    def _count_result(self, result: Judgement | JudgeError) -> Judgement | JudgeError:
-        excess = self._rate.add(isinstance(result, JudgeError))
-        if not isinstance(result, JudgeError):
+    def _count_result(self, result: Judgement | CallError) -> Judgement | CallError:
+        excess = self._rate.add(isinstance(result, CallError))
+        if not isinstance(result, CallError):
             self._counts.completions += 1
             return result
         self._counts.failed[result.kind] += 1

@@ -72,10 +72,10 @@ class Judgement:
     verdicts: tuple[_Verdict, ...] = ()
 
 
-class JudgeError(Exception):
-    """Raised if a call to the judge returned no usable response. It is also the result for a
-    completion that couldn't be judged, which is dropped from its group. `after_s` is the retry
-    delay the endpoint asked for."""
+class CallError(Exception):
+    """Raised if a call to a model, such as a judge or an author, returned no usable response. It is
+    also the result for a completion that couldn't be judged, which is dropped from its group.
+    `after_s` is the retry delay the server asked for."""
 
     def __init__(self, kind: FailureKind, reason: str, *, retry: bool, after_s: float = 0) -> None:
         super().__init__(reason)
@@ -139,7 +139,7 @@ class _JudgedSpec(RewardSpec):
     """Base class for reward specs that use a judge.
 
     `read` parses an answer, or returns why it is malformed. `sample` judges it once, and raises
-    JudgeError if the judge gives no usable response. `combine` merges several samples into a
+    CallError if the judge gives no usable response. `combine` merges several samples into a
     reward.
     """
 

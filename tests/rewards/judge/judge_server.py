@@ -17,7 +17,7 @@ import pytest
 
 from keel.configs.schema import JudgeConfig
 from keel.rewards.judge.service import JudgeService
-from keel.rewards.judge.specs import JudgeError, Judgement
+from keel.rewards.judge.specs import CallError, Judgement
 from keel.rl.types import Prompt
 from tests.waiting import PATIENCE_S
 
@@ -237,7 +237,7 @@ def settings(url: str, **changes: Any) -> JudgeConfig:
 
 def judge(
     config: JudgeConfig, answers: Sequence[str], prompt: Prompt = PROMPT
-) -> list[Judgement | JudgeError]:
+) -> list[Judgement | CallError]:
     with JudgeService(config) as service:
         futures = [service.submit(prompt, answer) for answer in answers]
         return [future.result(PATIENCE_S) for future in futures]
@@ -250,9 +250,9 @@ def judged(service: JudgeService, answer: str, prompt: Prompt = PROMPT) -> Judge
     return result
 
 
-def failed(service: JudgeService, answer: str) -> JudgeError:
+def failed(service: JudgeService, answer: str) -> CallError:
     result = service.submit(PROMPT, answer).result(PATIENCE_S)
-    assert isinstance(result, JudgeError), result
+    assert isinstance(result, CallError), result
     return result
 
 

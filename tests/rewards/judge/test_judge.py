@@ -22,7 +22,7 @@ from keel.data.conversations.load import read_conversations
 from keel.rewards.failures import RewardStopped
 from keel.rewards.judge import servers
 from keel.rewards.judge.service import JudgeService
-from keel.rewards.judge.specs import Counts, JudgeError, Judgement
+from keel.rewards.judge.specs import CallError, Counts, Judgement
 from keel.rewards.text import final_text, thinking_text
 from tests.rewards.judge.judge_server import (
     PROMPT,
@@ -50,7 +50,7 @@ def rubric(*criteria: dict[str, Any]) -> dict[str, Any]:
     return {"kind": "rubric", "criteria": list(criteria)}
 
 
-def values(results: list[Judgement | JudgeError]) -> list[float]:
+def values(results: list[Judgement | CallError]) -> list[float]:
     return [result.value for result in results if isinstance(result, Judgement)]
 
 
@@ -121,7 +121,7 @@ def test_samples_are_averaged_and_rotate_criteria(server: Server) -> None:
     assert sorted(orders) == [("c1", "c2")] * 2 + [("c2", "c1")] * 2
 
 
-@pytest.mark.parametrize(("failures", "kind"), [(1, Judgement), (2, JudgeError)])
+@pytest.mark.parametrize(("failures", "kind"), [(1, Judgement), (2, CallError)])
 def test_more_than_half_of_the_samples_must_succeed(
     server: Server, failures: int, kind: type
 ) -> None:
@@ -168,7 +168,7 @@ def test_key_comes_from_environment_and_stays_secret(
     for reply in replies:
         server.behave = scripted(reply)
         (result,) = judge(config, ["blue"])
-        assert isinstance(result, JudgeError)
+        assert isinstance(result, CallError)
         assert "sk-secret" not in result.reason and "***" in result.reason
     assert set(server.keys) == {"Bearer sk-secret"}
 
@@ -207,12 +207,12 @@ PROOF = "## Solution\nSee above.\n## Self Evaluation\nFine. \\boxed{1}"
     [
         (PROMPT.reward, "<" * 9_990, 0, Judgement),
         (PROMPT.reward, "blue" * 2_000, 5, Judgement),
-        (PROMPT.reward, "blue", 0, JudgeError),
-        (PROMPT.reward, "blue", 9_000, JudgeError),
-        ({"kind": "proof"}, PROOF, 9_000, JudgeError),
-        ({"kind": "refusal", "refuse": True}, "blue", 9_000, JudgeError),
+        (PROMPT.reward, "blue", 0, CallError),
+        (PROMPT.reward, "blue", 9_000, CallError),
+        ({"kind": "proof"}, PROOF, 9_000, CallError),
+        ({"kind": "refusal", "refuse": True}, "blue", 9_000, CallError),
         (rubric(*BOTH), "blue", 9_000, Judgement),
-        (rubric(THINKING), "blue", 5, JudgeError),
+        (rubric(THINKING), "blue", 5, CallError),
         (rubric(THINKING), "blue", 9_000, Judgement),
     ],
 )
@@ -225,7 +225,7 @@ def test_long_completion_scores_zero_long_task_fails(
         thoughts = "perhaps " * (thinking // 8)
         result = service.submit(prompt, answer, thinking=thoughts).result(PATIENCE_S)
     assert isinstance(result, kind)
-    assert result.kind == "too_long" if isinstance(result, JudgeError) else result.value == 0.0
+    assert result.kind == "too_long" if isinstance(result, CallError) else result.value == 0.0
 
 
 def test_replies_are_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def test_replies_are_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) ->
     ):
         server.behave = lambda request, reply=reply: reply
         (result,) = judge(settings(server.url, retries=0), ["blue"])
-        assert isinstance(result, JudgeError) and message in result.reason
+        assert isinstance(result, CallError) and message in result.reason
 
 
 class Moving:
@@ -542,14 +542,14 @@ def test_retry_after_is_respected(server: Server) -> None:
 def test_slow_replies_time_out(server: Server, reply: Reply) -> None:
     server.behave = lambda request: reply
     (result,) = judge(settings(server.url, timeout_s=0.05, retries=1), ["blue"])
-    assert isinstance(result, JudgeError) and result.kind == "timeout"
+    assert isinstance(result, CallError) and result.kind == "timeout"
 
 
 def test_an_absent_judge() -> None:
     with running(good) as gone:
         url = gone.url
     (result,) = judge(settings(url), ["blue"])
-    assert isinstance(result, JudgeError) and result.kind == "unreachable"
+    assert isinstance(result, CallError) and result.kind == "unreachable"
     with JudgeService(settings(url)) as service, pytest.raises(ValueError):
         service.check_reachable()
 

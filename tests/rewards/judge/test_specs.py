@@ -16,7 +16,7 @@ from keel.rewards.judge.client import _ReplyCache
 from keel.rewards.judge.prompts import MetaCheck, Verification
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import (
-    JudgeError,
+    CallError,
     Proof,
     Rubric,
     _ProofSample,
@@ -252,4 +252,4 @@ def test_malformed_verifications_fail(
         honest(request) if "evaluation" in material_of(request["messages"]) else says(reply)
     )
     result = service.submit(PROMPT, answer(f"{wrong}")).result(PATIENCE_S)
-    assert isinstance(result, JudgeError) and result.kind == "invalid"
+    assert isinstance(result, CallError) and result.kind == "invalid"
