@@ -11,6 +11,7 @@ import importlib
 import itertools
 import json
 import os
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +56,39 @@ async def _prepare_script(
     return [sys.executable, str(runtime.workdir / "harness.py")]
 
 
-async def rollout(task: dict[str, Any]) -> None:
+_OWN = (
+    *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "OPENAI_MODEL"),
+    *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "KEEL_TASK", "KEEL_TASK_FILE", "KEEL_VERDICT"),
+)
+_ROUNDING = 1e-6
+_KEY = "KEEL_POLICY_API_KEY"
+"""Variable with the key of Keel's endpoint. `verifiers` keeps such names from harnesses."""
+
+
+def _take_variables() -> dict[str, str]:
+    """Remove what Keel sets from the environment variables, and return it. Otherwise rewards that
+    ask a model would ask the policy, and shells would inherit the answer."""
+    own = {name: os.environ.pop(name) for name in _OWN if name in os.environ}
+    os.environ[_KEY] = own["OPENAI_API_KEY"]
+    Path(own["KEEL_TASK_FILE"]).unlink()
+    return own
+
+
+def _ungraded(episode: Any) -> list[str]:
+    """Return why an episode could not be graded. Empty if it was, or if a trained agent failed
+    before scoring."""
+    failed = [trace for trace in episode.traces if not trace.ok]
+    if any(trace.agent.trainable and not trace.timing.finalize.start for trace in failed):
+        return []
+    errors = [error for error in episode.errors if ".finalize()" in error.message]
+    errors += [error for trace in failed for error in trace.errors]
+    unfinished = [trace for trace in episode.traces if trace.ok and None in trace.rewards.values()]
+    return [f"{error.type}: {error.message}" for error in errors] + [
+        f"agent {trace.agent.name!r} was not scored in time" for trace in unfinished
+    ]
+
+
+async def rollout(task: dict[str, Any], seed: int) -> None:
     """Run one line of `write_tasks` against Keel's endpoint. The verdict is the mean reward of the
     trained agents, scaled to 0 to 1, with the environment's rewards and metrics as facts."""
     if "environment" not in task.get("reward", {}):
@@ -64,7 +97,9 @@ async def rollout(task: dict[str, Any]) -> None:
             "prompts from `verifiers_env.py` (docs/environments.md)"
         )
     row = task["reward"]["environment"]
-    vf = _verifiers()
+    own, vf = _take_variables(), _verifiers()
+    random.seed(seed)
+    importlib.import_module("numpy").random.seed(seed % 2**32)
     runtimes = importlib.import_module("verifiers.v1.runtimes")
     if not hasattr(runtimes.SubprocessRuntime, "prepare_uv_script"):
         raise RuntimeError("this release of verifiers starts harnesses in a way unknown to Keel")
@@ -73,30 +108,38 @@ async def rollout(task: dict[str, Any]) -> None:
     task_class = env.taskset.task_type()
     data = task_class.data_type().model_validate(row["task"])
     instance = task_class(data, env.config.taskset.task)
-    url = os.environ["OPENAI_BASE_URL"]
-    client = vf.EvalClientConfig(base_url=url, api_key_var="OPENAI_API_KEY")
+    url = own["OPENAI_BASE_URL"]
+    client = vf.EvalClientConfig(base_url=url, api_key_var=_KEY)
     async with env.serving():
-        context = vf.ModelContext(model=os.environ["OPENAI_MODEL"], client=client)
+        context = vf.ModelContext(model=own["OPENAI_MODEL"], client=client)
         episode = await env.run_episode(instance, context)
     low, high = row["scale"]
     trained = [trace for trace in episode.traces if trace.agent.trainable]
-    reward = sum(trace.reward for trace in trained) / max(1, len(trained))
-    facts: dict[str, Any] = {"reward": reward}
+    reward = sum(trace.reward for trace in trained) / max(1, len(trained)) if episode.ok else low
+    facts: dict[str, Any] = {}
     for trace in trained:
         prefix = f"{trace.agent.name}." if len(trained) > 1 else ""
         rewards = {name: one.value for name, one in trace.rewards.items() if one is not None}
         facts |= {f"{prefix}{name}": value for name, value in (rewards | trace.metrics).items()}
-    score = (reward - low) / (high - low) if episode.ok else 0.0
-    verdict = json.dumps({"parts": {"correct": score}, "facts": facts})
+    score = (reward - low) / (high - low)
+    ungraded = _ungraded(episode)
+    # Keel drops the trajectory if the verdict is invalid, and shows this text.
+    if ungraded:
+        verdict = "; ".join(ungraded)
+    elif not -_ROUNDING <= score <= 1 + _ROUNDING:
+        verdict = f"reward {reward:g} is outside --scale {low:g} {high:g}"
+    else:
+        parts = {"correct": min(max(score, 0.0), 1.0)}
+        verdict = json.dumps({"parts": parts, "facts": {**facts, "reward": reward}})
     for trace in episode.traces:
         if not trace.agent.trainable and trace.agent.config.client.base_url == url:
-            verdict = (  # invalid, so that Keel drops the trajectory
+            verdict = (
                 f"agent {trace.agent.name!r} isn't trained but samples from the policy: give it a "
                 "client of its own in --config, and set environment.network: host"
             )
     # Also if the episode failed: Keel uses it where a budget of the recipe was spent.
-    Path(os.environ["KEEL_VERDICT"]).write_text(verdict, encoding="utf-8")
-    if not episode.ok:
+    Path(own["KEEL_VERDICT"]).write_text(verdict, encoding="utf-8")
+    if not (episode.ok or ungraded):
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         sys.exit("; ".join(f"{error.type}: {error.message}" for error in errors))
 
@@ -109,6 +152,8 @@ def write_tasks() -> None:
     parser.add_argument("--scale", type=float, nargs=2, default=(0.0, 1.0), help="range of rewards")
     parser.add_argument("--limit", type=int, help="maximum number of tasks")
     given = parser.parse_args()
+    if not given.scale[0] < given.scale[1]:
+        parser.error("--scale takes the lowest reward, then a higher one")
     config = {**given.config, "taskset": {**given.config.get("taskset", {}), "id": given.taskset}}
     taskset = _load_environment(config).taskset
     if given.limit is None and not taskset.bounded:

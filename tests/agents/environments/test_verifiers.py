@@ -28,6 +28,7 @@ HERE = Path(__file__).parent
 INSTALL_S = 600.0
 
 SUMS = """
+import random
 import verifiers.v1 as vf
 
 class SumData(vf.TaskData):
@@ -42,6 +43,10 @@ class SumTask(vf.Task[SumData]):
     async def length(self, trace) -> int:
         return len(trace.last_reply)
 
+    @vf.metric
+    async def draw(self) -> float:
+        return random.random()
+
 class SumTaskset(vf.Taskset[SumTask]):
     def load(self):
         for n in range(3):
@@ -49,6 +54,10 @@ class SumTaskset(vf.Taskset[SumTask]):
 
 __all__ = ["SumTaskset"]
 """
+JUDGED = SUMS.replace(
+    "return float(trace.last_reply == str(task.answer))",
+    "import openai; return float(bool(openai.OpenAI()))",
+)
 VAULT = """
 import verifiers.v1 as vf
 
@@ -109,6 +118,7 @@ def python() -> Iterator[str]:
             pytest.skip(f"verifiers cannot be installed here: {done.stderr.strip()[-200:]}")
         (packages,) = Path(folder, "lib").glob("python*/site-packages")
         (packages / "tiny_sums.py").write_text(SUMS)
+        (packages / "tiny_judged.py").write_text(JUDGED)
         (packages / "tiny_vault.py").write_text(VAULT)
         yield python
 
@@ -120,8 +130,8 @@ def rows_of(python: str, *words: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def played(python: str, policy: Policy, row: dict[str, Any]) -> tuple[Any, list[str]]:
-    """Return the verdict of a task and the roles of its messages."""
+def played(python: str, policy: Policy, row: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """Return the verdict of a task and its messages."""
     ended, finished = drive(
         "",
         policy=policy,
@@ -143,28 +153,46 @@ def played(python: str, policy: Policy, row: dict[str, Any]) -> tuple[Any, list[
     )
     assert not ended.failed, ended
     check_law(policy, finished.segments)
-    return ended.verdict, [message["role"] for message in finished.index.messages]
+    return ended.verdict, list(finished.index.messages)
 
 
 def test_single_turn(python: str) -> None:
     first, second, third = rows_of(python, "tiny-sums", "--scale", "-2", "2")
     assert [row["prompt"] for row in (first, second)] == ["1 + 1?", "1 + 1?\n\n(task 1)"]
+    draws = set[Any]()
     for row, score, right in ((first, 1.0, 2.0), (third, 0.5, 0.0)):
         verdict, _ = played(python, Policy(["2"]), row)
-        facts = {"reward": right, "right": right, "length": 1}
+        draws.add(verdict.facts["draw"])
+        facts = {"reward": right, "right": right, "length": 1, "draw": verdict.facts["draw"]}
         assert verdict == Verdict(parts={"correct": score}, facts=facts)
+    assert len(draws) == 1, "a group shares its seed"
 
 
 def test_tools_and_turns(python: str) -> None:
     (row,) = rows_of(python, "tiny-vault", "--scale", "-1", "0")
-    verdict, roles = played(python, Policy(["@vault_look safe", "I see.", "7"]), row)
+    verdict, messages = played(python, Policy(['@vault_look "safe"', "I see.", "7"]), row)
+    roles = [message["role"] for message in messages]
     assert roles == ["assistant", "tool", "assistant", "user", "assistant"]
+    assert "the code of the safe is 7" in messages[1]["content"]
     assert verdict.parts == {"correct": 1.0}
 
 
 def test_untrained_agents_need_their_own_client(python: str) -> None:
     (row,) = rows_of(python, "tiny-vault", "--config", '{"asks_user": true}')
     assert "agent 'user' isn't trained" in played(python, Policy(["7"]), row)[0]
+
+
+def test_rewards_outside_the_scale_are_named(python: str) -> None:
+    row, *_ = rows_of(python, "tiny-sums")
+    assert "reward 2 is outside --scale 0 1" in played(python, Policy(["2"]), row)[0]
+
+
+def test_failed_scoring_gives_no_verdict(python: str) -> None:
+    """A judge without a key of its own fails, rather than ask the policy."""
+    row, *_ = rows_of(python, "tiny-judged", "--scale", "0", "2")
+    policy = Policy(["2"])
+    assert "scoring: OpenAIError" in played(python, policy, row)[0]
+    assert len(policy.requests) == 1
 
 
 def test_missing_packages_are_named(python: str) -> None:
