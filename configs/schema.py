@@ -350,8 +350,9 @@ class Config(Section):
 
     def max_episodes(self, nodes: int = 1) -> int:
         """Maximum number of open episodes for each purpose if `nodes` nodes run environments."""
-        if any(source.environment.program for source in self.data.sources):
-            nodes = 1  # agent programs run on the driver's node
+        environments = [source.environment for source in self.data.sources]
+        if any(environment.program or environment.url for environment in environments):
+            nodes = 1  # these run on the driver's node
         limit = min(nodes * EPISODES_PER_NODE, self._engine_slots)
         return self.agents.max_concurrent_episodes or max(EPISODES_PER_NODE, limit)
 

@@ -234,8 +234,10 @@ class WorkNodes(WorkerPool):
         return [node for node in list(self._nodes.values()) if node.ready]
 
     def count(self) -> int:
-        """Return the number of nodes in use, including the driver's."""
-        return 1 + len(self.others)
+        """Return the number of nodes that open environments of all sources, with the driver's. The
+        others don't count, since their episodes may run on the driver's node."""
+        now = time.monotonic()
+        return 1 + sum(all(now >= at for at in [*node.not_before.values()]) for node in self.others)
 
     def submit(
         self, spec: Mapping[str, Any], completions: Sequence[str], *, node: str = ""

@@ -151,5 +151,5 @@ class AgentsConfig(Section, path="agents"):
     """summary: number of tokens to reserve for the summary and the request to write it."""
     max_concurrent_episodes: int = knob(0, ge=0)
     """Maximum number of open episodes, each with its own process. An evaluation may open the same
-    number in addition. 0: 256 for each node that runs environments, as long as the engines can
-    sample that many at once (`rollout.max_num_seqs`), and 256 with agent programs."""
+    number in addition. 0: 256 per node that runs environments, but no more than the engines
+    sample at once and at least 256; always 256 with agent programs or a `url`."""

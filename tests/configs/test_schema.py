@@ -253,8 +253,10 @@ def test_limit_of_episodes_grows_with_nodes_up_to_what_engines_sample() -> None:
     assert [recipe.max_episodes(nodes) for nodes in (1, 3, 9)] == [256, 768, 800]
     bounded = replace(recipe, agents=AgentsConfig(max_concurrent_episodes=40))
     assert bounded.max_episodes(9) == 40
-    driven = replace(SHOP, program="solve.py")
-    assert config(shop(environment=driven), rollout=rollout).max_episodes(9) == 256
+    server = replace(SHOP, target="", url="http://tools")
+    for on_driver in (replace(SHOP, program="solve.py"), server):
+        source = shop(environment=on_driver, source="jsonl", path="a.jsonl")
+        assert config(source, rollout=rollout).max_episodes(9) == 256
 
 
 def test_sources_decide_whether_tools_are_called_inside_thinking() -> None:

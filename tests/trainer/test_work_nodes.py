@@ -1,6 +1,7 @@
 """Reward workers and environments on several Ray nodes, some of which are lost."""
 
 import asyncio
+import math
 import os
 import pickle
 import re
@@ -366,6 +367,8 @@ def test_group_is_scored_where_it_was_sampled_if_a_worker_is_free(
     assert calls == [first.id, first.id, second.id, second.id]
     second.workers, second.load["episodes"] = 999, 2 * 64
     assert unreal._acquire("episodes") is first, "the other may not have more open files"
+    first.not_before["adder"] = math.inf
+    assert unreal.count() == 2, "its episodes may all be opened on the driver"
     unreal._nodes.clear()
 
 
