@@ -273,7 +273,7 @@ def crowding(stage: int) -> Scenario:
                 engine: Any = ranks.engine(config)
                 one = engine._offload
                 if key == "partly":
-                    masters = offload._on_device(one._held.optimizer_state(), engine.device)
+                    masters = offload._on_device(one._tensors.optimizer_state(), engine.device)
                     one._room = 2.0 * sum(storage.nbytes() for storage in masters)
                 if key == "lacking":
                     one._room, one._activations = 1e12, 0.0
