@@ -280,7 +280,9 @@ def test_misconfigured_server_leaves_its_requests_to_another(
     monkeypatch.setattr("keel.rewards.judge.servers._BACKOFF_S", 0.001)
     endpoint.behave = lambda _: words("a task")
     with running(lambda _: reply) as wrong:
-        author, _ = author_of(Server(words, url=f"{wrong.url} {endpoint.url}"), retries=1)
+        both = Server(words, url=f"{wrong.url} {endpoint.url}")
+        # Enough slots on the other server for every retry.
+        author, _ = author_of(both, retries=1, max_concurrent=20)
         assert ask(author, times=20) == [replied("a task")] * 20
         assert author._pool.servers[0].failures == len(wrong.requests) > 0
 
