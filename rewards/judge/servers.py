@@ -115,8 +115,8 @@ class ServerPool:
         self, avoided: Server | None, only: Server | None = None
     ) -> AsyncGenerator[Server]:
         """Wait for a server with a free slot, preferring servers other than `avoided`, or for
-        `only`. The calls in flight and the lookups of URLs, one of which has to end first, have
-        their own deadlines. Raises RewardStopped once the pool has been stopped, or if `only` is
+        `only`. The wait ends with a call in flight or the lookup of a URL, and both have deadlines.
+        Raises RewardStopped once the pool has been stopped, or if `only` is
         lost."""
         started, server = time.monotonic(), None
         async with self._changed:
