@@ -14,12 +14,18 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
-from keel.configs.convert import knob_types, section_type, suggest
 from keel.configs.diff import is_resumable
 from keel.configs.distillation import DistillConfig
 from keel.configs.paths import HARDWARE, RECIPES, shipped_recipes, suggest_recipe
 from keel.configs.schema import AUTO, AUTO_KNOBS, Config
-from keel.configs.sections.base import ConfigError, Section, format_bounds
+from keel.configs.sections.base import (
+    ConfigError,
+    Section,
+    format_bounds,
+    knob_types,
+    section_type,
+    suggest,
+)
 from keel.configs.synthesis import SynthesisConfig, affects_tasks
 
 _Recipe = Literal["train", "distill", "synthesize"]
@@ -175,11 +181,11 @@ def _sections(recipe: _Recipe, cls: type, path: str, about: str = "") -> Iterato
             nested.append(_sections(recipe, inner, here + "[]" * (origin is tuple), text))
             continue
         auto = recipe == "train" and here in AUTO_KNOBS
-        allowed = format_bounds(field.metadata).replace(">=", "≥").replace("<=", "≤")
+        bounds = format_bounds(field.metadata.get("bounds", {}))
         default = "" if field.default is MISSING else _yaml(field.default)
         if field.default_factory is not MISSING:
             default = _yaml(field.default_factory())
-        resume = "yes" if is_resumable(here) or is_resumable(here.partition("[]")[0]) else "no"
+        resume = "yes" if is_resumable(here) else "no"
         if recipe == "synthesize":
             resume = "no" if affects_tasks(here) else "yes"
         if recipe == "distill":
@@ -188,7 +194,7 @@ def _sections(recipe: _Recipe, cls: type, path: str, about: str = "") -> Iterato
             _Knob(
                 name=prefix + here,
                 kind=_kind(hint) + f" | {AUTO}" * auto,
-                allowed=allowed,
+                allowed=bounds.replace(">=", "≥").replace("<=", "≤"),
                 default=AUTO if auto else default,
                 text=text,
                 resume=resume,

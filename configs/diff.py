@@ -6,54 +6,24 @@ from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
 from keel.configs.schema import Config, ConfigError, ConversationsConfig, SourceConfig
+from keel.configs.sections.base import marked_knobs
 
 _STEPPING = tuple(
     f"trainer.{name}" for name in ("lr", "min_lr", "indexer_lr", "schedule", "warmup_steps")
 )
 """Knobs of the learning rates and their schedule."""
-_RESUMABLE = {
-    "run": "dir steps resume eval_every checkpoint_every checkpoint_minutes grace_s hang_timeout_s "
-    "max_restarts elastic_wait_s max_skipped_steps keep_checkpoints save_trajectories "
-    "save_all_trajectories save_tokens trackers startup_timeout_s device gpu_gib gpus_per_node "
-    "nodes cpu_nodes",
-    "agents": "max_concurrent_episodes",
-    "model.tiny": "cache_dir cold_start.max_seconds",
-    "rewards": "workers timeout_s max_failure_fraction",
-    # The judge's model identifies it, wherever it runs.
-    "rewards.judge": "base_url serve server.replicas server.tensor_parallel "
-    "server.gpu_memory_utilization server.kv_cache_gib server.threads server.startup_timeout_s "
-    "api_key_env max_concurrent timeout_s retries max_calls max_failure_fraction cache_dir chats",
-    "rollout": "engines tensor_parallel expert_parallel colocated time_share recorder "
-    "weight_transfer copy_weights max_num_seqs max_num_batched_tokens enable_prefix_caching "
-    "enforce_eager gpu_memory_utilization kv_cache_gib threads timeout_s update_timeout_s",
-    "trainer": "lr min_lr indexer_lr schedule warmup_steps ranks min_ranks zero_stage "
-    "hpz_partition_size expert_parallel sequence_parallel offload_optimizer micro_batch_tokens "
-    "activation_checkpointing attention_kernels keep_attention share_prompts compile "
-    "offload_while_sampling threads publish_bucket_mib timeout_s",
-    "eval": "prompts size samples submissions file temperature top_p top_k pass_at variants "
-    "checkpoint dir",
-    "filter": "dir checkpoint samples least_pass_rate most_pass_rate",
-    "sft": "epochs",
-}
-RESUMABLE_KNOBS = frozenset(
-    f"{section}.{name}" for section, names in _RESUMABLE.items() for name in names.split()
-)
+_RESUMABLE_SECTIONS = ("alarms.", "endpoint.", "eval.", "filter.")
+RESUMABLE_KNOBS = frozenset(marked_knobs(Config, "resumable"))
 """Knobs that can change when a run resumes, because they do not change the objective. A new
 learning rate or schedule applies from the resumed step on. A new `run.steps` stretches a `linear`
 or `cosine` schedule."""
-_IGNORED_SECTIONS = ("alarms.", "endpoint.")
-_FORMER_TARGETS = (
-    *("q_proj", "k_proj", "v_proj", "o_proj"),
-    *("gate_proj", "up_proj", "down_proj"),
-)
-"""The former default of `model.lora.targets`."""
 _NAMED = (SourceConfig, ConversationsConfig)
 _ABSENT = "(absent)"
 
 
 def is_resumable(knob: str) -> bool:
     """Return whether this knob may be changed when a run resumes."""
-    return knob in RESUMABLE_KNOBS or knob.startswith(_IGNORED_SECTIONS)
+    return knob in RESUMABLE_KNOBS or knob.startswith(_RESUMABLE_SECTIONS)
 
 
 def flatten_config(config: Config) -> dict[str, Any]:
@@ -126,7 +96,4 @@ def _change(knob: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
         for knobs, verb in ((old, "was added"), (new, "was removed")):
             if not any(other.startswith(f"{source[0]}.") for other in knobs):
                 return f"  {source[0]} {verb}"
-    change = f"  {knob}: {old.get(knob, _ABSENT)!r} → {new.get(knob, _ABSENT)!r}"
-    if knob == "model.lora.targets" and (old[knob], new[knob]) == (_FORMER_TARGETS, ()):
-        change += f" (the default has changed; write [{', '.join(_FORMER_TARGETS)}])"
-    return change
+    return f"  {knob}: {old.get(knob, _ABSENT)!r} → {new.get(knob, _ABSENT)!r}"

@@ -16,7 +16,7 @@ from typing import Literal
 from keel.configs.paths import read_template
 from keel.configs.sections.agents import EPISODES_PER_NODE, AgentsConfig, EnvironmentConfig
 from keel.configs.sections.algorithm import AlgorithmConfig
-from keel.configs.sections.base import ConfigError, Section, require
+from keel.configs.sections.base import ConfigError, Section, marked_knobs, require
 from keel.configs.sections.data import BudgetConfig, DataConfig, LengthConfig, SourceConfig
 from keel.configs.sections.evaluation import EndpointConfig, EvalConfig, EvalVariant, FilterConfig
 from keel.configs.sections.model import (
@@ -36,29 +36,6 @@ from keel.configs.sections.trainer import TrainerConfig
 
 AUTO = "auto"
 DTYPE = "model.dtype"
-LAYOUT_KNOBS = frozenset(
-    {
-        "rollout.colocated",
-        "rollout.engines",
-        "rollout.gpu_memory_utilization",
-        "rollout.max_num_seqs",
-        "rollout.time_share",
-        "trainer.activation_checkpointing",
-        "trainer.compile",
-        "trainer.keep_attention",
-        "trainer.micro_batch_tokens",
-        "trainer.offload_optimizer",
-        "trainer.offload_while_sampling",
-        "trainer.ranks",
-        "trainer.share_prompts",
-        "trainer.zero_stage",
-    }
-)
-"""Knobs that define the layout on GPUs."""
-AUTO_KNOBS = LAYOUT_KNOBS | {DTYPE}
-"""All knobs that default to `auto`: Keel chooses their values for the hardware and the model. A
-`Config` never contains `auto`. It has the schema's defaults for these knobs until
-`keel.trainer.placement.layouts` (the layout on GPUs, and the precision on a CPU) replaces them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,3 +366,11 @@ class Config(Section):
         their requests at the same time but receive the weights one after another."""
         engines_per_rank = math.ceil(self.rollout.engines / self.trainer.ranks)
         return (1 + engines_per_rank) * self.rollout.update_timeout_s
+
+
+AUTO_KNOBS = frozenset(marked_knobs(Config, "auto"))
+"""All knobs that default to `auto`: Keel chooses their values for the hardware and the model. A
+`Config` never contains `auto`. It has the schema's defaults for these knobs until
+`keel.trainer.placement.layouts` (the layout on GPUs, and the precision on a CPU) replaces them."""
+LAYOUT_KNOBS = AUTO_KNOBS - {DTYPE}
+"""Knobs that define the layout on GPUs."""

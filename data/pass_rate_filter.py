@@ -70,7 +70,7 @@ def _compute_pass_rate(prompt: Prompt, source: str, groups: Sequence[ScoredGroup
 
 _TABLE = "pass_rates.jsonl"
 _SECTIONS = (
-    *("model.", "data.", "rewards.", "rollout.sampling.", "agents.", "eval.", "run.seed"),
+    *("model.", "data.", "rewards.", "rollout.sampling.", "agents.", "run.seed"),
     *("endpoint.tells_thinking", "endpoint.extra"),
 )
 """Settings other than `RESUMABLE_KNOBS` that affect pass rates."""

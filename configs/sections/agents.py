@@ -149,7 +149,7 @@ class AgentsConfig(Section, path="agents"):
     `max_turns` limits them."""
     summary_tokens: int = knob(1024, ge=1)
     """summary: number of tokens to reserve for the summary and the request to write it."""
-    max_concurrent_episodes: int = knob(0, ge=0)
+    max_concurrent_episodes: int = knob(0, ge=0, resumable=True)
     """Maximum number of open episodes, each with its own process. An evaluation may open the same
     number in addition. 0: 256 per node that runs environments, but no more than the engines
     sample at once and at least 256; always 256 with agent programs or a `url`."""

@@ -1,11 +1,13 @@
-"""`ConfigError`, bounds for knobs, and the base class of all sections."""
+"""`ConfigError`, `knob`, and the base class of all sections with their types and paths."""
 
+import difflib
 import operator
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any, TypeVar, cast
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 T = TypeVar("T")
@@ -35,11 +37,23 @@ def knob(
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
+    kinds: Sequence[str] = (),
+    resumable: bool = False,
+    auto: bool = False,
 ) -> T:
-    """Declare a knob with bounds, which are enforced by the section and listed in docs/knobs.md."""
+    """Declare a knob.
+
+    The section checks the bounds, and `require_kinds` that only sources of certain `kinds` set the
+    knob. A `resumable` knob may change when a run resumes, because it doesn't change the objective.
+    An `auto` knob has the value `auto` in a recipe by default.
+    """
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
     given = {name: limit for name, limit in bounds.items() if limit is not None}
-    return field(default=default, metadata=given)
+    metadata = {"bounds": given, "kinds": kinds, "resumable": resumable, "auto": auto}
+    if isinstance(default, dict):
+        factory = cast(dict[str, Any], default).copy
+        return cast(T, field(default_factory=factory, metadata=metadata))
+    return field(default=default, metadata=metadata)
 
 
 def format_bounds(bounds: Mapping[str, float]) -> str:
@@ -50,7 +64,8 @@ def format_bounds(bounds: Mapping[str, float]) -> str:
 def _bounded_knobs(section: type[Any]) -> Mapping[str, Mapping[str, float]]:
     """Map each bounded knob of a section to its bounds. Cached because the layout search creates
     thousands of sections."""
-    return {one.name: one.metadata for one in fields(section) if one.metadata}
+    bounds = {one.name: one.metadata.get("bounds") for one in fields(section)}
+    return {name: limits for name, limits in bounds.items() if limits}
 
 
 @dataclass(frozen=True)
@@ -91,12 +106,67 @@ class Section:
                 value = [*cast(tuple[Any, ...], value)]
             require(False, f"{self.full_path()}.{name}".lstrip("."), value, rule)
 
-    def require_kind(self, kind: str, rules: Sequence[tuple[str, object, Sequence[str]]]) -> None:
-        """Check that knobs for other kinds of sources are left at their defaults. Each rule
-        consists of a knob's name, its default and the kinds that use it."""
-        for name, default, kinds in rules:
-            ok = kind in kinds or getattr(self, name) == default
-            self.require(ok, name, f"belongs to source: {', '.join(kinds)}")
+    def require_kinds(self, kind: str) -> None:
+        """Check that knobs for other kinds of sources than `kind` are left at their defaults."""
+        for one in fields(self):
+            kinds: Sequence[str] = one.metadata.get("kinds", ())
+            default: object = {} if one.default is MISSING else one.default
+            ok = not kinds or kind in kinds or getattr(self, one.name) == default
+            self.require(ok, one.name, f"belongs to source: {', '.join(kinds)}")
+
+
+def marked_knobs(section: type[Any], mark: str, prefix: str = "") -> Iterator[str]:
+    """Yield the paths of the knobs that are declared as `resumable` or `auto`. Knobs of list
+    entries are left out."""
+    for one in fields(section):
+        nested: Any = one.default_factory
+        if isinstance(nested, type) and issubclass(nested, Section):
+            yield from marked_knobs(nested, mark, f"{prefix}{one.name}.")
+        elif one.metadata.get(mark):
+            yield prefix + one.name
+
+
+@cache
+def knob_types(section: type) -> Mapping[str, Any]:
+    """Map a section's knobs to their types. Cached because evaluating annotations is slow."""
+    return get_type_hints(section)
+
+
+def section_type(hint: Any) -> type | None:
+    """Return the dataclass in the type `X`, `X | None` or `tuple[X, ...]`, or None if there isn't
+    one."""
+    if get_origin(hint) is tuple:
+        hint = get_args(hint)[0]
+    if get_origin(hint) in (Union, UnionType):
+        hint = next(arg for arg in get_args(hint) if arg is not NoneType)
+    return hint if isinstance(hint, type) and is_dataclass(hint) else None
+
+
+def _knob_paths(section: type, prefix: str = "") -> Iterator[str]:
+    """Yield the full path of every knob. List entries are written as `[]`, as in
+    `sources[].name`."""
+    for name, hint in knob_types(section).items():
+        nested = section_type(hint)
+        if nested is None or get_origin(hint) in (Union, UnionType):
+            yield prefix + name
+        else:
+            yield from _knob_paths(nested, f"{prefix}{name}{'[]' * (get_origin(hint) is tuple)}.")
+
+
+def suggest(path: str, root: type) -> str:
+    """Suggest a replacement for the unknown knob at `path`.
+
+    Knobs with the same name in other sections come before similar names, because misplaced lines
+    are the more common mistake.
+    """
+    section, _, key = path.rpartition(".")
+    plain = re.sub(r"\[[^]]*\]", "[]", path)
+    knobs = sorted(_knob_paths(root), key=lambda knob: knob.count("."))
+    names = [*knobs, *dict.fromkeys(knob.rpartition(".")[0] for knob in knobs)]
+    matches = [name for name in names if f".{name}".endswith(f".{key}")]
+    if matches := matches or difflib.get_close_matches(plain, names, n=1, cutoff=0.75):
+        return f"did you mean {' or '.join(matches)}?"
+    return f"`keel knobs{' ' * bool(section)}{section}` lists all knobs"
 
 
 def require(ok: bool, name: str, value: object, rule: str) -> None:

@@ -78,28 +78,28 @@ class SourceConfig(Section, path="data.sources[{self.name}]"):
     """Kind of source. reasoning_gym: generated tasks. jsonl: JSON lines. file: a file of any
     supported kind or a folder of them. hub: a dataset of the Hugging Face hub. environment: tasks
     that the environment creates from the seeds 0 … size − 1. docs/data.md"""
-    task: str = ""
+    task: str = knob("", kinds=("reasoning_gym",))
     """reasoning_gym: name of the task."""
-    params: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    params: Mapping[str, Any] = knob({}, kinds=("reasoning_gym",))
     """reasoning_gym: parameters of the task."""
-    path: str = ""
+    path: str = knob("", kinds=ROWS)
     """jsonl, file: path of the file or folder: `.jsonl`, `.json`, `.csv`, `.tsv` (also `.gz`),
     `.parquet`, `.arrow`, or a folder as on the hub or from `save_to_disk`. hub: owner/name. A row
     has `prompt` (text) or `messages`, and one of `answer`, `criteria`, `tests` and `reward`. Paths
     are relative to the current folder; `configs/…` also finds the files that come with Keel."""
-    split: str = ""
+    split: str = knob("", kinds=("file", "hub"))
     """file, hub: split of the dataset. Empty: train."""
-    subset: str = ""
+    subset: str = knob("", kinds=("file", "hub"))
     """file, hub: subset of a dataset that has several."""
-    columns: Mapping[str, str] = field(default_factory=dict[str, str])
+    columns: Mapping[str, str] = knob({}, kinds=ROWS)
     """jsonl, file, hub: the column to read for each key, such as `{prompt: question, answer:
     solution}`. A dot selects a field of an object. '': ignore the column that has the name of the
     key."""
-    template: str = ""
+    template: str = knob("", kinds=ROWS)
     """jsonl, file, hub: text of the prompt, with `{column}` for the value of a column and `{{x}}`
     for a literal {x}. boxed: `{prompt}` and a request to reason step by step and to answer within
     `\\boxed{}`. Empty: the prompt unchanged."""
-    answer_after: str = ""
+    answer_after: str = knob("", kinds=ROWS)
     """jsonl, file, hub: use the text after the last occurrence of this mark as `answer`, such as
     #### for GSM8K."""
     raw: bool = False
@@ -133,7 +133,7 @@ class SourceConfig(Section, path="data.sources[{self.name}]"):
     """Built-in system prompt, placed before `system` or the environment's opening: reasoning (think
     first, then answer), tools, or tools-in-thinking (call tools inside the reasoning). After the
     cold start of DeepSeek-V3.2, Tables 6 to 8."""
-    on_bad_line: Literal["error", "skip"] = "error"
+    on_bad_line: Literal["error", "skip"] = knob("error", kinds=ROWS)
     """jsonl, file, hub: handling of malformed rows. Skipped rows are counted and reported."""
     rewards: Mapping[str, float] = field(default_factory=lambda: {"correct": 1.0})
     """Reward parts and their weights: `correct`, `format` and others (docs/rewards.md), or the
@@ -147,20 +147,7 @@ class SourceConfig(Section, path="data.sources[{self.name}]"):
         self.require(not self.teacher or self.kl_coef > 0, "teacher", "needs kl_coef above 0")
         if self.teacher and Path(self.teacher).is_dir():  # actors run in other folders
             object.__setattr__(self, "teacher", str(Path(self.teacher).absolute()))
-        self.require_kind(
-            self.source,
-            (
-                ("task", "", ("reasoning_gym",)),
-                ("params", {}, ("reasoning_gym",)),
-                ("path", "", ROWS),
-                ("split", "", ("file", "hub")),
-                ("subset", "", ("file", "hub")),
-                ("columns", {}, ROWS),
-                ("template", "", ROWS),
-                ("answer_after", "", ROWS),
-                ("on_bad_line", "error", ROWS),
-            ),
-        )
+        self.require_kinds(self.source)
         if self.source in ROWS:
             self._check_rows()
         else:

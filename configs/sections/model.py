@@ -16,7 +16,7 @@ EXPERTS = "experts"
 class ColdStartConfig(Section, path="model.tiny.cold_start"):
     """Settings for the tiny model's supervised warm-up on generated solutions."""
 
-    max_seconds: float = knob(3600.0, gt=0)
+    max_seconds: float = knob(3600.0, gt=0, resumable=True)
     """Timeout in seconds. A slower cold start fails, because a model cut short would be a different
     starting point. A minute is typical."""
     steps: int = knob(320, ge=0)
@@ -69,7 +69,7 @@ class TinyModelConfig(Section, path="model.tiny"):
     byte. This shortens conversations to what a small model can handle."""
     max_context: int = knob(512, ge=32)
     """Maximum sequence length (prompt and completion) in tokens."""
-    cache_dir: str = ""
+    cache_dir: str = knob("", resumable=True)
     """Folder for cold-started models. Empty: `keel` in the user's cache folder."""
     cold_start: ColdStartConfig = field(default_factory=ColdStartConfig)
 
@@ -145,7 +145,7 @@ class ModelConfig(Section, path="model"):
     """Opening and closing mark of the model's reasoning, as in `["<think>", "</think>"]`. Empty:
     detected from the chat template and the tokenizer. Rewards always see `<think>` and
     `</think>`."""
-    dtype: Dtype = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16"] = knob("bfloat16", auto=True)
     """Precision of the engine's weights (unless `rollout.dtype` is set) and of the trainer's
     compute on a GPU. Master weights, and the trainer on a CPU, are always float32. auto: bfloat16,
     or float32 on a CPU without bfloat16 instructions; a resumed run keeps its own. float16 rounds
@@ -164,7 +164,6 @@ class ModelConfig(Section, path="model"):
 
     def check(self) -> None:
         self.require(bool(self.path), "path", "must name a folder or a hub model")
-        self.require(self.path != "embedded", "path", f"renamed to {TINY_MODEL}")
         if self.path == TINY_MODEL:
             for name in ("tokenizer", "thinking_marks", "chat_template"):
                 self.require(not getattr(self, name), name, "cannot be set with model.path: tiny")

@@ -32,21 +32,21 @@ _SERVER_OPTIONS = frozenset(
 class JudgeServerConfig(Section, path="rewards.judge.server"):
     """Settings for the vLLM servers that `rewards.judge.serve` starts."""
 
-    replicas: int = knob(1, ge=1, le=1000)
+    replicas: int = knob(1, ge=1, le=1000, resumable=True)
     """Number of servers. Each request goes to the one with the fewest requests in flight."""
-    tensor_parallel: int = knob(1, ge=1)
+    tensor_parallel: int = knob(1, ge=1, resumable=True)
     """Number of GPUs for each server, in addition to those for engines and trainer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision. auto: as in the model's checkpoint."""
     max_model_len: int = knob(0, ge=0)
     """Context length in tokens for task, completion and judgement. 0: the model's maximum."""
-    gpu_memory_utilization: float = knob(0.85, gt=0, lt=1)
+    gpu_memory_utilization: float = knob(0.85, gt=0, lt=1, resumable=True)
     """GPU: fraction of its memory for weights, activations and KV cache."""
-    kv_cache_gib: float = knob(0.5, gt=0)
+    kv_cache_gib: float = knob(0.5, gt=0, resumable=True)
     """CPU: size of the KV cache in GiB."""
-    threads: int = knob(1, ge=1)
+    threads: int = knob(1, ge=1, resumable=True)
     """CPU: number of threads."""
-    startup_timeout_s: float = knob(1800.0, gt=0)
+    startup_timeout_s: float = knob(1800.0, gt=0, resumable=True)
     """Timeout in seconds for the server to load the model and reply."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Additional options for vLLM's server, such as `quantization: fp8`."""
@@ -61,16 +61,16 @@ class JudgeConfig(Section, path="rewards.judge"):
     """Settings for the model that judges rubrics and proofs, served by any OpenAI-compatible
     endpoint."""
 
-    base_url: str = ""
+    base_url: str = knob("", resumable=True)
     """URL of the endpoint, such as `http://localhost:8000/v1`, or several URLs of the same model,
     separated by spaces. Empty: no judge, or `serve`."""
     model: str = ""
     """Name of the model at the endpoint. With `serve`, a local folder or a hub name. Cached replies
     belong to this name, whatever the URL."""
-    serve: bool = False
+    serve: bool = knob(False, resumable=True)
     """Start vLLM servers of `model` with the run and stop them at the end."""
     server: JudgeServerConfig = field(default_factory=JudgeServerConfig)
-    api_key_env: str = ""
+    api_key_env: str = knob("", resumable=True)
     """Name of the environment variable with the API key. Empty: no key."""
     samples: int = knob(1, ge=1)
     """Number of judgements per completion, each with the criteria in a different order. Their mean
@@ -82,21 +82,21 @@ class JudgeConfig(Section, path="rewards.judge"):
     max_characters: int = knob(60_000, ge=1)
     """Maximum length of a completion in characters after escaping. Longer ones score 0 without a
     call, since they may exceed the judge's context."""
-    max_concurrent: int = knob(64, ge=1, le=1000)
+    max_concurrent: int = knob(64, ge=1, le=1000, resumable=True)
     """Maximum number of concurrent calls to each server."""
-    timeout_s: float = knob(60.0, gt=0)
+    timeout_s: float = knob(60.0, gt=0, resumable=True)
     """Timeout in seconds per call."""
-    retries: int = knob(4, ge=0)
+    retries: int = knob(4, ge=0, resumable=True)
     """Number of retries with backoff after a timeout, a rate limit, a server error or an invalid
     reply."""
-    max_calls: int = knob(0, ge=0)
+    max_calls: int = knob(0, ge=0, resumable=True)
     """Stop the run after this many calls, retries included, since its start. 0: no limit."""
-    max_failure_fraction: float = knob(0.2, ge=0, le=1)
+    max_failure_fraction: float = knob(0.2, ge=0, le=1, resumable=True)
     """Stop the run if more than this fraction of the last 200 completions (20 at the start) could
     not be judged. 0: stop at the first failure. 1: never stop."""
-    cache_dir: str = ""
+    cache_dir: str = knob("", resumable=True)
     """Folder on a local disk for the cache of replies. Empty: keep up to 256 MiB in memory."""
-    chats: str = ""
+    chats: str = knob("", resumable=True)
     """JSONL file to append each valid call to as a chat, to train a judge with `keel sft`. Empty:
     off."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -176,13 +176,13 @@ class RewardsConfig(Section, path="rewards"):
     """Settings for the processes that score completions. The reward parts themselves are set in
     `data.sources[].rewards`."""
 
-    workers: int = knob(2, ge=0, le=4096)
+    workers: int = knob(2, ge=0, le=4096, resumable=True)
     """Number of verifier processes where `keel train` runs. Other nodes have one for two free CPU
     cores (`run.cpu_nodes`). 0: score in the driver, without timeouts."""
-    timeout_s: float = knob(3.0, gt=0)
+    timeout_s: float = knob(3.0, gt=0, resumable=True)
     """Timeout in seconds for scoring a completion. After a timeout the completion counts as wrong
     and in `reward/error`."""
-    max_failure_fraction: float = knob(0.2, ge=0, le=1)
+    max_failure_fraction: float = knob(0.2, ge=0, le=1, resumable=True)
     """Stop the run if one of your reward functions failed on more than this fraction of the last
     200 completions (20 at the start). 0: stop at the first failure. 1: never stop. Verifiers do not
     count: an answer they cannot parse is wrong."""

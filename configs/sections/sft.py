@@ -1,7 +1,7 @@
 """`sft`: the conversations and text for `keel sft` and `keel pretrain`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from keel.configs.sections.base import Section, knob, require, require_unique
@@ -27,20 +27,20 @@ class ConversationsConfig(Section, path="sft.sources[{self.name}]"):
     `.arrow`, or a folder as on the hub or from `save_to_disk`. hub: owner/name. trajectories: a run
     folder, a folder of `keel eval`, or a file of either. text: a `.txt` or `.md` file, rows with a
     column `text`, or a folder of these."""
-    split: str = ""
+    split: str = knob("", kinds=("file", "hub"))
     """file, hub: split of the dataset. Empty: train."""
-    subset: str = ""
+    subset: str = knob("", kinds=("file", "hub"))
     """file, hub: subset of a dataset that has several."""
-    columns: Mapping[str, str] = field(default_factory=dict[str, str])
+    columns: Mapping[str, str] = knob({}, kinds=("jsonl", "file", "hub"))
     """jsonl, file, hub: the column to read for each key, such as `{prompt: instruction, completion:
     output}`. A dot selects a field of an object. '': ignore the column that has the name of the
     key."""
-    task: str = ""
+    task: str = knob("", kinds=("solutions",))
     """solutions: name of the reasoning_gym task."""
-    params: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    params: Mapping[str, Any] = knob({}, kinds=("solutions", "retrieval"))
     """solutions: parameters of the task. retrieval: `letters` and `digits`, the number of letters
     and of digits."""
-    length: int = knob(0, ge=0)
+    length: int = knob(0, ge=0, kinds=("retrieval",))
     """retrieval: number of characters per text."""
     size: int = knob(0, ge=0)
     """Number of conversations (documents of text) to read (0: all) or to generate. With
@@ -58,13 +58,13 @@ class ConversationsConfig(Section, path="sft.sources[{self.name}]"):
     """System message for conversations that have none."""
     on_bad_line: Literal["error", "skip"] = "error"
     """Handling of malformed lines. Skipped lines are counted and reported."""
-    least_reward: float = 1.0
+    least_reward: float = knob(1.0, kinds=("trajectories",))
     """trajectories: minimum value of the reward part named in `reward`."""
-    reward: str = "correct"
+    reward: str = knob("correct", kinds=("trajectories",))
     """trajectories: reward part that `least_reward` applies to. `reward` is the whole reward."""
-    cut: bool = False
+    cut: bool = knob(False, kinds=("trajectories",))
     """trajectories: whether to include truncated ones."""
-    most_per_prompt: int = knob(0, ge=0)
+    most_per_prompt: int = knob(0, ge=0, kinds=("trajectories",))
     """trajectories: maximum number per prompt, in sampling order. 0: all."""
 
     def check(self) -> None:
@@ -72,22 +72,7 @@ class ConversationsConfig(Section, path="sft.sources[{self.name}]"):
         needed = {"solutions": "task", "retrieval": "length"}.get(self.source, "path")
         rule = f"is required for source: {self.source}"
         self.require(bool(getattr(self, needed)), needed, rule)
-        tables, trajectories = ("file", "hub"), ("trajectories",)
-        self.require_kind(
-            self.source,
-            (
-                ("task", "", ("solutions",)),
-                ("params", {}, ("solutions", "retrieval")),
-                ("length", 0, ("retrieval",)),
-                ("split", "", tables),
-                ("subset", "", tables),
-                ("columns", {}, ("jsonl", *tables)),
-                ("least_reward", 1.0, trajectories),
-                ("reward", "correct", trajectories),
-                ("cut", False, trajectories),
-                ("most_per_prompt", 0, trajectories),
-            ),
-        )
+        self.require_kinds(self.source)
         if self.source == "retrieval":
             ok = {*self.params} <= {"letters", "digits"}
             self.require(ok, "params", "may set letters and digits")
@@ -118,7 +103,7 @@ class SftConfig(Section, path="sft"):
     tokens_per_step: int = knob(0, ge=0)
     """Maximum number of tokens per step, contexts included. 0: `conversations_per_step`
     conversations of any length."""
-    epochs: float = knob(0.0, ge=0)
+    epochs: float = knob(0.0, ge=0, resumable=True)
     """Number of passes over the conversations, which replaces `run.steps`. 0: use `run.steps`."""
     mean: Literal["tokens", "conversations"] = "tokens"
     """How the loss is averaged in a step: over all trained tokens, or over conversations, each of

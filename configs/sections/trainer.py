@@ -14,41 +14,41 @@ off."""
 class TrainerConfig(Section, path="trainer"):
     """Settings for the trainer: its ranks, ZeRO, parallelism and AdamW."""
 
-    ranks: int = knob(1, ge=1)
+    ranks: int = knob(1, ge=1, auto=True, resumable=True)
     """Number of data-parallel trainer processes, with one GPU each if there are GPUs. auto: the
     number of GPUs if each is shared with an engine, otherwise the number that the time model
     predicts to be fastest; 1 on a CPU."""
-    min_ranks: int = knob(0, ge=0)
+    min_ranks: int = knob(0, ge=0, resumable=True)
     """Minimum number of ranks to continue with when nodes are lost and not replaced within
     `run.elastic_wait_s`. The number of engines shrinks in proportion, the batch stays the same, and
     the next start uses all resources again. 0: all ranks, or 1 if `ranks` is auto.
     docs/reliability.md"""
-    zero_stage: Literal[0, 1, 2, 3] = 0
+    zero_stage: Literal[0, 1, 2, 3] = knob(0, auto=True, resumable=True)
     """DeepSpeed ZeRO stage. 0: no sharding; 1: shard optimizer state; 2: and gradients; 3: and
     parameters. auto: the lowest that fits and is as fast; 0 on a CPU."""
-    hpz_partition_size: int = knob(1, ge=1)
+    hpz_partition_size: int = knob(1, ge=1, resumable=True)
     """With `zero_stage` 3: number of consecutive ranks, all on one node, that share a second copy
     of the parameters (hpZ of ZeRO++). Only the first gather after an update then crosses nodes.
     Must divide `ranks`. 1: no second copy."""
-    expert_parallel: int = knob(1, ge=1)
+    expert_parallel: int = knob(1, ge=1, resumable=True)
     """Number of ranks to spread the experts of a layer over. Must divide `ranks` and the number of
     experts."""
-    sequence_parallel: int = knob(1, ge=1)
+    sequence_parallel: int = knob(1, ge=1, resumable=True)
     """Number of consecutive ranks to spread each micro-batch's tokens over (Ulysses), for contexts
     too long for one. Must divide `ranks` and, without sparse attention, the number of
     attention heads."""
-    micro_batch_tokens: int = knob(8192, ge=1)
+    micro_batch_tokens: int = knob(8192, ge=1, auto=True, resumable=True)
     """Maximum number of tokens in a packed micro-batch. A longer segment gets a micro-batch of its
     own. Each rank holds 1/`sequence_parallel` of the tokens. auto: as many as fit while the time
     model predicts a gain, at most 65,536; 8192 on a CPU. The number is halved when a step runs out
     of memory."""
-    lr: float = knob(1e-6, gt=0)
+    lr: float = knob(1e-6, gt=0, resumable=True)
     """Peak learning rate, after the warmup."""
-    warmup_steps: int = knob(0, ge=0)
+    warmup_steps: int = knob(0, ge=0, resumable=True)
     """Number of steps over which the learning rate rises linearly from 0."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = knob("constant", resumable=True)
     """Learning rate schedule after the warmup, over `run.steps`."""
-    min_lr: float = knob(0.0, ge=0)
+    min_lr: float = knob(0.0, ge=0, resumable=True)
     """Final learning rate of the linear and cosine schedules."""
     weight_decay: float = knob(0.0, ge=0)
     """AdamW weight decay, applied to matrices only."""
@@ -68,45 +68,45 @@ class TrainerConfig(Section, path="trainer"):
     indexer_loss: float = knob(1.0, ge=0)
     """Weight of the indexer loss (DeepSeek-V3.2, Eq. 3 and 4): summed over layers, averaged over
     the tokens of a step. It trains the indexers only. 0: leave them unchanged."""
-    indexer_lr: float = knob(0.0, ge=0)
+    indexer_lr: float = knob(0.0, ge=0, resumable=True)
     """Peak learning rate of the indexers, with the warmup and schedule of `lr`. 0: `lr`."""
-    attention_kernels: Literal["auto", "torch", "flash4"] = "auto"
+    attention_kernels: Literal["auto", "torch", "flash4"] = knob("auto", resumable=True)
     """Attention kernels on GPUs. torch: PyTorch's FlashAttention-2. flash4: FlashAttention-4 on
     Hopper and Blackwell (with PyTorch 2.13), up to twice as fast on long contexts; not for latent
     attention. auto: flash4 for contexts of 4,096 tokens or more if the package is installed and
     passes a gradient check at start-up."""
-    share_prompts: bool = False
+    share_prompts: bool = knob(False, auto=True, resumable=True)
     """Compute the common prefix of a group's trajectories once per micro-batch where that makes a
     step shorter. The gradient is the same, with fewer tokens. The prefix needs at least 16 tokens
     and equal recorded routes. Not for trajectories of several contexts, latent or sparse attention,
     or `model.batch_invariant`. auto: on GPUs where supported; never on a CPU. docs/performance.md
     """
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = knob(False, auto=True, resumable=True)
     """Recompute the activations of decoder layers in the backward pass, which takes less memory but
     about a third more compute. auto: if they would not fit, or only in micro-batches that are too
     small; never on a CPU."""
-    keep_attention: bool = False
+    keep_attention: bool = knob(False, auto=True, resumable=True)
     """With `activation_checkpointing` and `zero_stage` 0 to 2: keep the attention output instead of
     recomputing it. Costs one more layer input of memory and saves a seventh of the time at 65,536
     tokens. auto: for contexts of 4,096 tokens or more if it saves 2 % of a step and fits; never on
     a CPU or with `model.batch_invariant`."""
-    compile: bool = False
+    compile: bool = knob(False, auto=True, resumable=True)
     """Apply torch.compile to the decoder layers except attention and experts (`zero_stage` 0 to 2).
     auto: if it saves more over the run's steps than its 20 s of start-up, for models whose norms
     use Keel's kernels; never on a CPU."""
-    offload_optimizer: bool = False
+    offload_optimizer: bool = knob(False, auto=True, resumable=True)
     """Keep master weights and optimizer state in host memory and update them there (ZeRO-Offload;
     needs `zero_stage` 1 or above). auto: only if nothing else fits; never on a CPU."""
-    offload_while_sampling: bool = True
+    offload_while_sampling: bool = knob(True, auto=True, resumable=True)
     """With `rollout.time_share`: move optimizer state, reference policy and weights to host memory
     while the engine samples if it has no room for them, and optimizer state that activations have
     no room for. false: keep them on the GPU and free only the memory of the step itself. auto: only
     if the room is missing, or if the engine would lose more time than the copies take."""
-    threads: int = knob(2, ge=1)
+    threads: int = knob(2, ge=1, resumable=True)
     """CPU: number of threads per rank."""
-    publish_bucket_mib: int = knob(256, ge=1)
+    publish_bucket_mib: int = knob(256, ge=1, resumable=True)
     """Bucket size in MiB for sending weights to the engines."""
-    timeout_s: float = knob(1800.0, gt=0)
+    timeout_s: float = knob(1800.0, gt=0, resumable=True)
     """Timeout in seconds for one optimizer step, for writing or reading a checkpoint, for writing
     the model, and for sending weights (in addition to `rollout.update_timeout_s`). Raise it for
     large models on slow storage."""

@@ -162,10 +162,8 @@ def test_every_knob_of_a_recipe_is_described() -> None:
 
 
 def test_resume_column_matches_the_checks() -> None:
-    variants = {n for n in KNOBS if n.startswith("eval.variants[].")}
-    assert {KNOBS[name].resume for name in {*RESUMABLE_KNOBS - {"eval.variants"}, *variants}} == {
-        "yes"
-    }
+    resumable = {*RESUMABLE_KNOBS, *(n for n in KNOBS if n.startswith("eval."))}
+    assert {KNOBS[name].resume for name in resumable} == {"yes"}
     assert KNOBS["algorithm.clip_low"].resume == "no" and KNOBS["alarms.kl"].resume == "yes"
     config = SynthesisConfig(
         family="general", dir="a", author=AuthorConfig(base_url="http://localhost", model="a")

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from keel.configs.convert import _REMOVED, _RENAMED, _knob_paths
 from keel.configs.diff import check_resumable, flatten_config, learning_rate_changes
 from keel.configs.distillation import DistillConfig
 from keel.configs.dump import dump_config
 from keel.configs.load import load_as, load_config
 from keel.configs.paths import data_path, shipped_recipes, unwritable
 from keel.configs.schema import Config, ConfigError, DataConfig, LoraConfig, SourceConfig
-from keel.configs.synthesis import SynthesisConfig
 from keel.configs.system_prompts import with_system
 from keel.configs.work_folder import WorkFolder
 
@@ -92,22 +90,6 @@ def test_unknown_key_is_answered_with_a_knob(tmp_path: Path) -> None:
         ("data.sources[gcds].holdoutt", "data.sources[].holdout?"),
     ):
         assert knob in refused(write(tmp_path, RECIPE), f"{key}=1")
-
-
-def test_old_names_are_answered_with_new_ones(tmp_path: Path) -> None:
-    known = {*_knob_paths(Config), *_knob_paths(SynthesisConfig)}
-    assert {*_RENAMED.values()} <= {name for path in known for name in path.split(".")}
-    path = write(tmp_path, RECIPE)
-    assert refused(path, "rollout.sleep=1").endswith("renamed to rollout.time_share")
-    length = "data.sources[sums].length"
-    assert refused(path, f"{length}.right=1").endswith(f"renamed to {length}.correct_threshold")
-    assert refused(path, "model.embedded.layers=1").endswith("renamed to model.tiny")
-    assert "keel compare" in refused(path, "eval.against=x")
-    assert not known & _REMOVED.keys()
-    defaults = ["eval.against=''", "data.sources[sums].most_pass_rate=1.0"]
-    assert load_config(path, defaults) == load_config(path)
-    assert "keel filter" in refused(path, "data.sources[sums].most_pass_rate=0.5")
-    assert refused(path, "model.path=embedded").endswith("renamed to tiny")
 
 
 @pytest.mark.parametrize("option", ["bad_words", "guided_json", "logits_processors", "min_p"])
@@ -277,20 +259,13 @@ def test_resumed_run_may_change_length_and_rate() -> None:
     ]
 
 
-def test_former_default_of_adapters_resumes() -> None:
+def test_adapters_matter_only_if_there_are_any() -> None:
     old = config()
-    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
     def with_lora(**knobs: Any) -> Config:
         return replace(old, model=replace(old.model, lora=LoraConfig(**knobs)))
 
-    check_resumable(with_lora(targets=names), old, "runs/x")
-    for saved, new in ((names, ()), ((), names)):
-        with pytest.raises(ConfigError, match=r"model\.lora\.targets: ") as caught:
-            check_resumable(
-                with_lora(rank=4, targets=saved), with_lora(rank=4, targets=new), "runs/x"
-            )
-        assert (f"write [{', '.join(names)}]" in str(caught.value)) == (saved == names)
+    check_resumable(with_lora(targets=("q_proj",)), old, "runs/x")
     with pytest.raises(ConfigError, match=r"model\.lora\.rank: 4 → 0"):
         check_resumable(with_lora(rank=4), old, "runs/x")
 
