@@ -261,7 +261,7 @@ class Config(Section):
     def budget(self, domain: str) -> BudgetConfig:
         """Return a domain's limits with defaults filled in. Only max_sampled_tokens can still be 0,
         which means no limit."""
-        limits, agents = self.data.budgets_by_domain[domain], self.agents
+        limits, agents = self.data.domains[domain].budget, self.agents
         return BudgetConfig(
             max_tokens=limits.max_tokens or self.rollout.sampling.max_tokens,
             window=limits.window or self.window,

@@ -22,13 +22,13 @@ a long right one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from keel.configs.sections.data import LengthConfig
 from keel.rewards.compose import Score
 from keel.rl.types import Trajectory
 
@@ -39,33 +39,21 @@ _LENGTH, _LENGTH_COST = "length", "length_cost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LengthRule:
-    """A domain's length penalties. See `keel.configs.schema.LengthConfig` for the fields."""
+class LengthRule(LengthConfig):
+    """A domain's length penalties with their limit and margin in tokens."""
 
-    linear: float = 0.0
-    overlong: float = 0.0
-    overlong_charges: Literal["all", "right"] = "all"
-    target: int = 0
     limit: int = 1
     margin: int = 1
-    correct_threshold: float = 0.999
-    wrong_too: bool = False
-    may_outweigh: bool = False
-    truncated: Literal["keep", "zero", "drop"] = "keep"
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.target < self.limit:
-            raise ValueError(
-                f"length.target = {self.target} must be at least 0 and below limit = {self.limit}"
-            )
-        if not 1 <= self.margin <= self.limit:
-            raise ValueError(f"length.margin = {self.margin} must be in 1 … limit = {self.limit}")
+    def check(self) -> None:
+        self.require(self.target < self.limit, "target", f"must be below limit = {self.limit}")
+        ok = 1 <= self.margin <= self.limit
+        self.require(ok, "margin", f"must be from 1 to limit = {self.limit}")
 
     @staticmethod
-    def from_knobs(knobs: Mapping[str, Any], *, limit: int) -> LengthRule:
-        """Create the rule from the fields of `LengthConfig`. `limit` is used for any limit that
-        isn't set."""
-        fields = dict(knobs)
+    def from_knobs(knobs: LengthConfig, *, limit: int) -> LengthRule:
+        """Create the rule from a source's knobs. `limit` is used if they set none."""
+        fields = asdict(knobs)
         fields["limit"] = fields["limit"] or limit
         fields["margin"] = fields["margin"] or max(1, fields["limit"] // 5)
         return LengthRule(**fields)

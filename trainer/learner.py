@@ -473,8 +473,11 @@ def plan_batches(
     be saved."""
     algorithm, trainer = config.algorithm, config.trainer
     models = config.data.references
-    teachers = config.data.teachers_by_domain  # some of domains that are not trained on
-    references = {name: models.index(t) for name, t in teachers.items() if t in models}
+    references = {
+        name: models.index(source.teacher)
+        for name, source in config.data.domains.items()
+        if source.teacher in models  # not if the domain is only evaluated
+    }
     steps = [
         plan_packing(
             part,

@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -319,13 +319,13 @@ def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
 
 def length_rules(config: Config) -> dict[str, LengthRule]:
     rules: dict[str, LengthRule] = {}
-    for domain, length in config.data.lengths_by_domain.items():
+    for domain, source in config.data.domains.items():
         budget = config.budget(domain)
         limit = budget.max_tokens
         if domain in config.data.domains_with_environments:
             limit = budget.max_sampled_tokens or budget.window
         try:
-            rules[domain] = LengthRule.from_knobs(asdict(length), limit=limit)
+            rules[domain] = LengthRule.from_knobs(source.length, limit=limit)
         except ValueError as error:
             raise ValueError(f"domain {domain!r}: {error}") from error
     return rules

@@ -249,7 +249,6 @@ class DataConfig(Section, path="data"):
         among = " in data.train_on" * bool(self.train_on)
         rule = f"at least one source needs a weight above 0{among}"
         require(trained, "data.sources", names, rule)
-        first = {source.domain_name: source for source in reversed(self.sources)}
         for source in self.sources:
             domain = source.domain_name
             others = (source.length.linear, source.length.overlong, source.kl_coef)
@@ -261,7 +260,7 @@ class DataConfig(Section, path="data"):
             )
             for name in ("rewards", "length", "budget", "teacher"):
                 source.require(
-                    getattr(source, name) == getattr(first[domain], name),
+                    getattr(source, name) == getattr(self.domains[domain], name),
                     name,
                     f"differs from another source of domain {domain!r}. Use the same {name} or a "
                     "separate domain",
@@ -281,12 +280,14 @@ class DataConfig(Section, path="data"):
         return source.weight if trained and source.holdout != "all" else 0.0
 
     @property
-    def rewards_by_domain(self) -> dict[str, Mapping[str, float]]:
-        return {source.domain_name: source.rewards for source in reversed(self.sources)}
+    def domains(self) -> dict[str, SourceConfig]:
+        """The first source of each domain, whose rewards, length, budget and teacher apply to the
+        whole domain."""
+        return {source.domain_name: source for source in reversed(self.sources)}
 
     @property
-    def teachers_by_domain(self) -> dict[str, str]:
-        return {source.domain_name: source.teacher for source in reversed(self.sources)}
+    def rewards_by_domain(self) -> dict[str, Mapping[str, float]]:
+        return {domain: source.rewards for domain, source in self.domains.items()}
 
     @property
     def references(self) -> tuple[str, ...]:
@@ -302,11 +303,3 @@ class DataConfig(Section, path="data"):
     @property
     def domains_with_environments(self) -> frozenset[str]:
         return frozenset(s.domain_name for s in self.sources if s.environment.enabled)
-
-    @property
-    def lengths_by_domain(self) -> dict[str, LengthConfig]:
-        return {source.domain_name: source.length for source in reversed(self.sources)}
-
-    @property
-    def budgets_by_domain(self) -> dict[str, BudgetConfig]:
-        return {source.domain_name: source.budget for source in reversed(self.sources)}
