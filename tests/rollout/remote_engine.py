@@ -365,3 +365,6 @@ def running_engine(
         finally:
             if spec.config.tensor_parallel > 1:  # the process waits for its workers when it exits
                 process.submit(_shut_down_workers).result(timeout=PATIENCE_S)
+            if gpu:  # vLLM's exit handler can hang when it destroys the process group
+                for each in list(process._processes.values()):
+                    each.kill()
