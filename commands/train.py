@@ -19,7 +19,6 @@ from keel.model.ray_timeouts import RayLost, Unanswered, lost_reason
 from keel.rl.types import ScoredGroup
 from keel.trainer import loop
 from keel.trainer.launch import Runtime, SftRuntime, launch, launch_sft
-from keel.trainer.learner import RetryOnOom
 from keel.trainer.nonfinite import SHOWN_FINDINGS
 from keel.trainer.placement.hardware import place
 from keel.trainer.placement.nodes import planned_hardware
@@ -121,7 +120,7 @@ def run_loop(
         journal.on_record = end_after
         runtime.pool.say = partial(journal.say, "engine")
         runtime.nodes.say = partial(journal.say, "node")
-        learner.say = partial(journal.say, "lost")
+        learner.say = journal.say
         runtime.watchdog.say = partial(journal.say, "frozen")
         runtime.scorer.report_to(view.say)
         heldout = dataset.heldout if config.run.eval_every >= 0 else {}
@@ -132,12 +131,11 @@ def run_loop(
         interrupt = stack.enter_context(
             Interrupt(view.say, first_message, grace_s=config.run.grace_s)
         )
-        say = partial(journal.say, "out of memory")
         parts = loop.Parts(
             prompts=dataset.train,
             rollouts=runtime,
             rewards=runtime.scorer,
-            learner=RetryOnOom(learner=learner, recovery=runtime.oom_recovery, say=say),
+            learner=learner,
             push=runtime.weights.push,
             journal=journal,
             heldout=heldout,
@@ -214,7 +212,7 @@ def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int
         interrupt = stack.enter_context(
             Interrupt(view.say, preempted_first=_PREEMPTED, grace_s=task.config.run.grace_s)
         )
-        say = partial(journal.say, "out of memory")
+        learner.say = journal.say
         save = partial(save_checkpoint, folder, task.config, learner, stop=interrupt, say=view.say)
         parts = SftParts(
             batches=task.batches,
@@ -225,7 +223,6 @@ def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int
             should_stop=interrupt,
             say=view.say,
             should_abort=interrupt.should_abort,
-            attempt=RetryOnOom(learner=learner, recovery=runtime.oom_recovery, say=say).attempt,
         )
         return fit(parts, task.config, start=start)
 

@@ -32,7 +32,7 @@ from keel.rollout.pool import RayEngine, RolloutPool
 from keel.rollout.spec import EngineError, EngineSpec
 from keel.trainer.build_agents import episode_runner
 from keel.trainer.learner import Learner
-from keel.trainer.placement.elastic import ElasticLayouts, OomRecovery
+from keel.trainer.placement.elastic import ElasticLayouts
 from keel.trainer.placement.hardware import ENGINE, JUDGE, RANK
 from keel.trainer.placement.memory import can_start_together, guaranteed_cache_bytes
 from keel.trainer.placement.nodes import (
@@ -67,7 +67,6 @@ class Runtime:
     agents: EpisodeRunner | None
     """Runs episodes, or None if there are no environments."""
     watchdog: Watchdog
-    oom_recovery: OomRecovery
     gpus: int
     """Number of GPUs that the actors occupy."""
 
@@ -148,7 +147,6 @@ class SftRuntime:
 
     task: SftTask
     learner: Learner
-    oom_recovery: OomRecovery
     watchdog: Watchdog
     gpus: int
 
@@ -214,9 +212,14 @@ def launch(
         time_share = config.rollout.time_share
         ranks, actors = None, f"starting {config.rollout.engines} engine(s)"
         if learner or time_share:
-            sleep = {"put_to_sleep": pool.sleep} if time_share else {}
-            options = partial(seats.options, RANK) if seats else None
-            ranks = Learner(model, config, gpu=task.gpu, actor_options=options, **sleep)
+            ranks = Learner(
+                model,
+                config,
+                gpu=task.gpu,
+                actor_options=partial(seats.options, RANK) if seats else None,
+                oom_recovery=layouts.oom_recovery if layouts else None,
+                **({"put_to_sleep": pool.sleep} if time_share else {}),
+            )
             stack.callback(ranks.shutdown)
             actors += f" and {config.trainer.ranks} trainer rank(s)"
         threads = ThreadPoolExecutor(2)
@@ -243,7 +246,6 @@ def launch(
             nodes=work_nodes,
             agents=stack.enter_context(run_episodes(task, pool, work_nodes)),
             watchdog=watchdog,
-            oom_recovery=layouts.oom_recovery if layouts else OomRecovery.of(config),
             gpus=seats.placement.gpus if seats else 0,
         )
         if time_share:
@@ -266,6 +268,7 @@ def launch_sft(task: SftTask, say: _Say, *, layouts: ElasticLayouts) -> Iterator
             config,
             gpu=task.gpu,
             actor_options=partial(seats.options, RANK) if seats else None,
+            oom_recovery=layouts.oom_recovery,
         )
         stack.callback(learner.shutdown)
         with waiting(f"starting {config.trainer.ranks} trainer rank(s)"):
@@ -276,7 +279,6 @@ def launch_sft(task: SftTask, say: _Say, *, layouts: ElasticLayouts) -> Iterator
         yield SftRuntime(
             task=task,
             learner=learner,
-            oom_recovery=layouts.oom_recovery,
             watchdog=watchdog,
             gpus=seats.placement.gpus if seats else 0,
         )

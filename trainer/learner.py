@@ -91,12 +91,15 @@ class Learner:
         gpu: bool,
         actor_options: Callable[[int], Mapping[str, Any]] | None = None,
         put_to_sleep: Callable[[], Future[None]] = done,
+        oom_recovery: OomRecovery | None = None,
     ) -> None:
         """Create one Ray actor per rank. `actor_options(i)` returns the Ray options for rank i. By
         default, each rank reserves one GPU, or half a core if there are no GPUs. `put_to_sleep`
         starts putting the engines to sleep (`rollout.time_share`), and is called before every
-        operation that needs the weights on the GPUs."""
+        operation that needs the weights on the GPUs. `oom_recovery` lowers the memory that steps
+        need; without it, a step that runs out of memory is not repeated."""
         self._model_path, self._config, self._put_to_sleep = model_path, config, put_to_sleep
+        self._oom_recovery = oom_recovery
         transfer = config.rollout.weight_transfer
         self.direct = transfer == "direct" or (transfer == "auto" and gpu)
         """True if the ranks send weights directly to the engines."""
@@ -125,8 +128,9 @@ class Learner:
         self._version = 0
         self._longest_s: dict[str, float] = {}
         """Duration of the longest call of each kind."""
-        self.say: Callable[[str], object] = _LOG.warning
-        """Receives messages about groups that are left out."""
+        self.say: Callable[[str, str], object] = lambda kind, text: _LOG.warning(text)
+        """Receives the kind and the text of messages about groups that are left out and steps that
+        ran out of memory."""
         self.tokens: Mapping[int, TokenNumbers] = {}
         """Per-token values from the last step for the segments to be saved, keyed by segment."""
 
@@ -162,12 +166,16 @@ class Learner:
         """Take the optimizer steps for a batch. Each rank fetches the recordings of its replica's
         trajectories and packs them. Groups whose recordings are lost are left out and counted as
         dropped."""
+        return self.retry_on_oom(lambda _: self._step(groups))
+
+    def _step(self, groups: Sequence[ScoredGroup]) -> StepResult:
         asleep = self._put_to_sleep()
         watched, kept = watched_segments(groups, self._config.run), groups
         plans = plan_batches(groups, self._config, watched)
         while lost := self._pack(plans):
             kept = [group for group in kept if lost.isdisjoint(group.keys)]
-            self.say(f"{len(groups) - len(kept)} of {len(groups)} groups are left out: {_GONE}")
+            text = f"{len(groups) - len(kept)} of {len(groups)} groups are left out: {_GONE}"
+            self.say("lost", text)
             if not any(group.group.trajectories for group in kept):
                 raise WorkerLost(f"no group is left: {_GONE}")
             plans = plan_batches(kept, self._config, watched)
@@ -210,7 +218,29 @@ class Learner:
             gave_up=reports[0].gave_up,
         )
 
-    def apply_config(self, config: Config) -> None:
+    def retry_on_oom(self, act: Callable[[Config], StepResult]) -> StepResult:
+        """Call `act` with configs that use less and less memory until the step fits."""
+        if (recovery := self._oom_recovery) is None:
+            return act(self._config)
+        retries = 0
+        while True:
+            try:
+                result = act(self._config)
+                break
+            except OutOfMemory as error:
+                if not error.dropped:
+                    raise
+                self.say("out of memory", f"warning: {recovery.reduce_memory(error)}")
+                self._apply_config(recovery.config)
+                retries += 1
+        metrics = dict(result.metrics)
+        if retries:
+            metrics["train/out_of_memory"] = Sum(float(retries))
+        if recovery.fewer:
+            metrics["train/ranks"] = Sum(float(self._config.trainer.ranks))
+        return replace(result, metrics=metrics)
+
+    def _apply_config(self, config: Config) -> None:
         trainers = (self._config.trainer, config.trainer)
         before, now = ((t.activation_checkpointing, t.keeps_attention) for t in trainers)
         if now != before:
@@ -427,42 +457,6 @@ def _error_name(error: BaseException) -> str:
     """Return the class name of an error raised by a rank itself, or "" for an error raised by Ray.
     Ray has its own `OutOfMemoryError`, which means that a node ran out of host memory."""
     return "" if isinstance(error, RayError) else type(error).__name__
-
-
-@dataclass(frozen=True, kw_only=True)
-class RetryOnOom:
-    """Wraps a learner and retries steps that run out of memory."""
-
-    learner: Learner
-    recovery: OomRecovery
-    say: Callable[[str], object]
-
-    @property
-    def version(self) -> int:
-        return self.learner.version
-
-    def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
-        return self.attempt(lambda _: self.learner.step(groups))
-
-    def attempt(self, act: Callable[[Config], StepResult]) -> StepResult:
-        """Call `act` with configs that use less and less memory until the step fits."""
-        times = 0
-        while True:
-            try:
-                result = act(self.recovery.config)
-                break
-            except OutOfMemory as error:
-                if not error.dropped:
-                    raise
-                self.say(f"warning: {self.recovery.reduce_memory(error)}")
-                self.learner.apply_config(self.recovery.config)
-                times += 1
-        metrics = dict(result.metrics)
-        if times:
-            metrics["train/out_of_memory"] = Sum(float(times))
-        if self.recovery.fewer:
-            metrics["train/ranks"] = Sum(float(self.recovery.config.trainer.ranks))
-        return replace(result, metrics=metrics)
 
 
 def plan_batches(

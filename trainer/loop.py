@@ -52,10 +52,7 @@ class PolicyLearner(Protocol):
     @property
     def version(self) -> int: ...
 
-    def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
-        """Train on a batch. `keel.trainer.learner.RetryOnOom` wraps a learner to repeat a step that
-        runs out of GPU memory."""
-        ...
+    def step(self, groups: Sequence[ScoredGroup]) -> StepResult: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,8 +95,6 @@ class SftParts:
     say: Callable[[str], None]
     should_abort: Callable[[], bool]
     """Return True to end the run immediately, saving only a final checkpoint."""
-    attempt: Callable[[Callable[[Config], StepResult]], StepResult]
-    """Run a step. If it runs out of memory, repeat it with a config that needs less."""
 
 
 def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
@@ -134,7 +132,7 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
         parts.journal.begin("training")
         examples = parts.batches.take()
         with clock.time("train"):
-            result = parts.attempt(partial(_take_step, learner, examples))
+            result = learner.retry_on_oom(partial(_take_step, learner, examples))
         for line in result.findings[:SHOWN_FINDINGS]:
             parts.say(f"step {step}: no finite gradient: {line}")
         metrics = {**result.metrics, "sft/epochs": Mean(parts.batches.epochs, 1), **saver.metrics()}

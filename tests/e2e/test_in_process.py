@@ -56,7 +56,6 @@ from keel.trainer.launch import (
 )
 from keel.trainer.learner import plan_batches
 from keel.trainer.nonfinite import describe_findings
-from keel.trainer.placement.elastic import OomRecovery
 from keel.trainer.placement.nodes import start_ray, stop_ray
 from keel.trainer.prepare import Task
 from keel.trainer.prepare_sft import SftTask
@@ -90,6 +89,9 @@ class LocalLearner:
         keys = {key for plan in plans for key in plan.keys}
         found = ray_timeouts.fetch([*keys], seconds=PATIENCE_S)
         return self._step([plan.pack(found) for plan in plans], groups)
+
+    def retry_on_oom(self, act: Callable[[Config], StepResult]) -> StepResult:
+        return act(self._config)
 
     def step_on(
         self, plans: Sequence[Sequence[PackPlan]], examples: Sequence[SftExample]
@@ -180,9 +182,8 @@ def kind_of(spec: EngineSpec) -> EngineSpec:
     return replace(spec, model_path="", tokenizer="", seed=0, config=config)
 
 
-def unwatched(config: Config) -> dict[str, Any]:
-    watchdog = SimpleNamespace(check=lambda: None)
-    return {"watchdog": watchdog, "oom_recovery": OomRecovery.of(config), "gpus": 0}
+def unwatched() -> dict[str, Any]:
+    return {"watchdog": SimpleNamespace(check=lambda: None), "gpus": 0}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -212,13 +213,13 @@ def in_this_process() -> Iterator[None]:
             judge = stack.enter_context(JudgeService(asks)) if asks.base_url else None
             scorer = stack.enter_context(build_scorer(config, judge, say, log))
             runner = stack.enter_context(run_episodes(task, pool))
-            parts: Any = {"ranks": ranks, "scorer": scorer, "agents": runner, **unwatched(config)}
+            parts: Any = {"ranks": ranks, "scorer": scorer, "agents": runner, **unwatched()}
             yield Runtime(task=task, pool=pool, nodes=SimpleNamespace(), **parts)  # type: ignore[arg-type]
 
     @contextmanager
     def teaching(task: SftTask, say: Callable[[str], None], **_: Any) -> Iterator[SftRuntime]:
         learner = LocalLearner(_sft_model_folder(task), task.config)
-        yield SftRuntime(task=task, learner=learner, **unwatched(task.config))  # type: ignore[arg-type]
+        yield SftRuntime(task=task, learner=learner, **unwatched())  # type: ignore[arg-type]
 
     threads = torch.get_num_threads()
     with (

@@ -38,10 +38,7 @@ FEW = tuple(f"data.sources.{i}.{knob}" for i in (0, 1) for knob in ("size=32", "
 
 def system_of(task: Task, **parts: Any) -> Any:
     """The parts of a started system that the loop uses."""
-    unused = {
-        name: SimpleNamespace()
-        for name in ("learner", "oom_recovery", "agents", "watchdog", "nodes")
-    }
+    unused = {name: SimpleNamespace() for name in ("learner", "agents", "watchdog", "nodes")}
     scorer = SimpleNamespace(report_to=lambda say: None)
     fakes = {
         "pool": SimpleNamespace(),

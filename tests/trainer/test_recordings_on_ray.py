@@ -105,7 +105,7 @@ def test_lost_recordings_drop_their_groups_alone(
     gone = sampled(other, here)
     cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
     said = list[str]()
-    learner.say = said.append
+    learner.say = lambda kind, text: said.append(text)
     rest, metrics = step(batch)
     assert said == [
         "2 of 4 groups are left out: their recordings were lost with the node that sampled them"

@@ -45,10 +45,13 @@ def config_of(**knobs: Any) -> Config:
 class Ranks:
     """Records trained examples."""
 
-    def __init__(self) -> None:
-        self.version = 0
+    def __init__(self, config: Config) -> None:
+        self.config, self.version = config, 0
         self.learned: list[list[int]] = []
         """Tokens of each step's conversations."""
+
+    def retry_on_oom(self, act: Callable[[Config], StepResult]) -> StepResult:
+        return act(self.config)
 
     def step_on(
         self, plans: Sequence[Sequence[PackPlan]], lessons: Sequence[SftExample], /
@@ -71,7 +74,7 @@ class Run:
     def __init__(
         self, examples: Sequence[SftExample], config: Config, *, stop_after: int = 99
     ) -> None:
-        self.ranks, self.config, self.stop_after = Ranks(), config, stop_after
+        self.ranks, self.config, self.stop_after = Ranks(config), config, stop_after
         self.batches = sft.Batches(stream(examples), config.sft, epoch=len(examples))
         self.steps: dict[int, dict[str, float]] = {}
         self.saved: dict[int, Mapping[str, Any]] = {}
@@ -99,7 +102,6 @@ class Run:
             should_stop=lambda: len(self.steps) > self.stop_after,
             say=print,
             should_abort=lambda: False,
-            attempt=lambda learn: learn(self.config),
         )
         return sft.fit(parts, self.config, start=start)
 

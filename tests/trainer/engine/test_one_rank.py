@@ -24,7 +24,7 @@ from keel.rl.packing import TrainBatch
 from keel.rl.types import ScoredGroup
 from keel.trainer.engine.deepspeed_internals import loss_scale, set_loss_scale
 from keel.trainer.engine.engine import TrainerEngine
-from keel.trainer.learner import Learner, RetryOnOom, TrainerWorker, plan_batches
+from keel.trainer.learner import Learner, TrainerWorker, plan_batches
 from keel.trainer.placement.elastic import OomRecovery
 from keel.trainer.placement.layouts import _CACHE_FILE
 from keel.trainer.run.restarts import UpdateOutOfMemory
@@ -339,8 +339,10 @@ STEPS = 3
 class Local(Learner):
     """A learner with one rank in this process."""
 
-    def __init__(self, model: Path, config: Config) -> None:
-        self._config, self._put_to_sleep = config, done
+    def __init__(
+        self, model: Path, config: Config, oom_recovery: OomRecovery | None = None
+    ) -> None:
+        self._config, self._put_to_sleep, self._oom_recovery = config, done, oom_recovery
         self.worker = TrainerWorker(0, 1, gpu=False)
         self.worker._engine = TrainerEngine(str(model), config)
         self._ranks = [self.worker]
@@ -397,13 +399,13 @@ def test_step_is_repeated_in_smaller_micro_batches(
     monkeypatch.setattr(TrainerEngine, "_forward_backward", tight)
     saved, output = tmp_path / _CACHE_FILE, list[str]()
     saved.write_text('{"values": {"trainer.micro_batch_tokens": 96}, "hardware": {}}')
-    learner, recovery = Local(folder / "untied", roomy), OomRecovery(config=roomy, folder=tmp_path)
-    repeating = RetryOnOom(learner=learner, recovery=recovery, say=output.append)
+    learner = Local(folder / "untied", roomy, OomRecovery(config=roomy, folder=tmp_path))
+    learner.say = lambda kind, text: output.append(text)
     for number, (each, other) in enumerate(zip(groups, expected, strict=True)):
-        metrics = values(repeating.step(each).metrics)
+        metrics = values(learner.step(each).metrics)
         assert metrics.pop("train/out_of_memory", None) == (None if number else 1)
         assert metrics == values(other.metrics)
-    assert repeating.version == STEPS and len(output) == 1
+    assert learner.version == STEPS and len(output) == 1
     weights, reference = learner.weights(), straight.weights()
     assert all(torch.equal(weights[name], tensor) for name, tensor in reference.items())
     # A resumed run uses it, too.
@@ -414,16 +416,16 @@ def test_out_of_memory_update_is_not_retried(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = short(make_config(1, 1, tokens=96))
-    learner, output = Local(folder / "untied", config), list[str]()
-    recovery = OomRecovery(config=config, folder=tmp_path)
-    repeating = RetryOnOom(learner=learner, recovery=recovery, say=output.append)
+    output, recovery = list[str](), OomRecovery(config=config, folder=tmp_path)
+    learner = Local(folder / "untied", config, recovery)
+    learner.say = lambda kind, text: output.append(text)
 
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 30.50 GiB.")
 
     monkeypatch.setattr(learner.worker.engine._engine, "step", full)
     with pytest.raises(UpdateOutOfMemory, match=r"30\.50 GiB.*offload_optimizer: true"):
-        repeating.step(Rollouts(0).groups(4, 3))
+        learner.step(Rollouts(0).groups(4, 3))
     assert not output and recovery.config is config
 
 
