@@ -136,7 +136,7 @@ def run_loop(
             rollouts=runtime,
             rewards=runtime.scorer,
             learner=learner,
-            push=runtime.weights.push,
+            push=runtime.push,
             journal=journal,
             heldout=heldout,
             save=save,
