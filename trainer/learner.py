@@ -39,7 +39,6 @@ from keel.trainer.run.folder import MARK
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
 from keel.trainer.run.trajectory_files import watched_segments
-from keel.trainer.zero_options import reading_ranks
 from keel.weights import Transfer
 
 if TYPE_CHECKING:
@@ -576,7 +575,7 @@ class TrainerWorker:
         from keel.trainer.engine.zero import compute_dtype  # noqa: PLC0415
 
         dtype = compute_dtype(config, torch.device("cuda" if self._gpu else "cpu"))
-        if self._rank < reading_ranks(config.trainer):
+        if self._rank < config.trainer.reading_ranks:
             torch.manual_seed(config.run.seed)  # for weights missing from the folder
             with suppress(Exception):  # `start` reads it again and raises
                 self._model = load_policy(model_path, dtype)

@@ -8,6 +8,9 @@ from keel.configs.sections.base import Section, knob
 LONG = 4096
 """Context length in tokens from which attention takes enough of the time for other kernels to pay
 off."""
+_BUCKET_ELEMENTS, _LONE_BUCKET_ELEMENTS = 500_000_000, 50_000_000
+"""DeepSpeed's default gradient bucket size, and the size for a single rank, which has nothing to
+reduce."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,3 +158,25 @@ class TrainerConfig(Section, path="trainer"):
         """Number of data-parallel replicas. `sequence_parallel` ranks form a replica, and split the
         tokens of each of its micro-batches."""
         return self.ranks // self.sequence_parallel
+
+    def used_zero_stage(self, *, float32: bool) -> int:
+        """Return the ZeRO stage to use. In dtypes other than float32 it is at least 1, because at
+        stage 0 DeepSpeed keeps no float32 master weights."""
+        return self.zero_stage if float32 else max(1, self.zero_stage)
+
+    def sums_in_float32(self, dtype: str) -> bool:
+        """Return True if DeepSpeed's bfloat16 optimizer sums gradients in float32."""
+        return dtype == "bfloat16" and self.zero_stage <= 1 and not self.offload_optimizer
+
+    @property
+    def bucket_elements(self) -> int:
+        """Maximum number of elements in a gradient bucket. A single rank uses a smaller bucket,
+        except under ZeRO-2 without an offloaded optimizer."""
+        lone = self.ranks == 1 and (self.zero_stage != 2 or self.offload_optimizer)
+        return _LONE_BUCKET_ELEMENTS if lone else _BUCKET_ELEMENTS
+
+    @property
+    def reading_ranks(self) -> int:
+        """Number of ranks that read the model from disk: only rank 0 under ZeRO-3, and otherwise
+        the first rank that holds each expert. DeepSpeed broadcasts the weights to the others."""
+        return 1 if self.zero_stage == 3 else self.expert_parallel

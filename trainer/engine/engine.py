@@ -71,7 +71,6 @@ from keel.trainer.engine.weights import (
 from keel.trainer.nonfinite import Finding, NanTracer, SkipCounter
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.restarts import UpdateOutOfMemory
-from keel.trainer.zero_options import reading_ranks, sums_in_float32, zero_stage
 from keel.weights.channel import FlatBucket
 
 MIB = 2**20
@@ -103,7 +102,7 @@ class TrainerEngine:
         self.device = zero.join_ranks(rank, world_size, store, timeout_s=timeout_s)
         dtype = zero.compute_dtype(config, self.device)
         torch.manual_seed(config.run.seed)
-        self._stage = zero_stage(trainer, float32=dtype == torch.float32)
+        self._stage = trainer.used_zero_stage(float32=dtype == torch.float32)
         self._scales_loss = dtype == torch.float16
         most = config.run.max_skipped_steps
         # In float16 the first steps may be skipped until the loss scale fits.
@@ -113,7 +112,7 @@ class TrainerEngine:
         self._shard = Slice.join(trainer.sequence_parallel)
 
         load = partial(load_policy, model_path, dtype)
-        model, outline = read_once(load, dtype, readers=reading_ranks(trainer), loaded=loaded)
+        model, outline = read_once(load, dtype, readers=trainer.reading_ranks, loaded=loaded)
         if config.model.lora.enabled:
             add_adapters(model, config.model.lora, seed=config.run.seed)
         network = self._network = self._make_network(model)
@@ -139,7 +138,7 @@ class TrainerEngine:
         sharded = zero.frozen_config(options) if self._weights.gathered else None
         self._references = References(self.device, sharded)
         self._add_references(load, outline)
-        self._float32_sums = dtype == torch.bfloat16 and sums_in_float32("bfloat16", trainer)
+        self._float32_sums = dtype == torch.bfloat16 and trainer.sums_in_float32("bfloat16")
         if self._float32_sums:
             sum_in_one_pass(self._engine.optimizer)
         self._clipped_apart = zero.clipped_apart(network)

@@ -31,7 +31,6 @@ from keel.trainer.engine.deepspeed_internals import (
     whole_shape,
 )
 from keel.trainer.engine.expert_parallel import autoep_config, by_expert_group
-from keel.trainer.zero_options import bucket_elements, zero_stage
 
 SCALE_POWER = 16
 """Base-2 logarithm of the initial loss scale in float16. The scale is halved after each
@@ -102,10 +101,10 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Build DeepSpeed's config. Gradients are accumulated and reduced in float32. DeepSpeed is set
     up to accumulate over a single micro-batch, and the engine itself marks the end of a step."""
-    stage = zero_stage(trainer, float32=dtype == torch.float32)
+    stage = trainer.used_zero_stage(float32=dtype == torch.float32)
     # DeepSpeed allocates the whole bucket even for a smaller model.
     elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    bucket = min(bucket_elements(trainer), elements)
+    bucket = min(trainer.bucket_elements, elements)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

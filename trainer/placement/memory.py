@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal
 
 from keel.configs.schema import Config, ConfigError
 from keel.rl.prefix_sharing import estimate_packing
-from keel.trainer.zero_options import bucket_elements, sums_in_float32, zero_stage
 
 if TYPE_CHECKING:
     from keel.model.load import ModelFacts  # so that light modules do not load torch
@@ -229,7 +228,7 @@ def _learned_parameters(config: Config, facts: ModelFacts) -> tuple[int, int]:
 
 def stage_in_use(config: Config, *, gpu: bool) -> int:
     """Return the ZeRO stage that a rank uses on a GPU or a CPU."""
-    return zero_stage(config.trainer, float32=not gpu or config.model.dtype == "float32")
+    return config.trainer.used_zero_stage(float32=not gpu or config.model.dtype == "float32")
 
 
 def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
@@ -275,9 +274,9 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
         "experts' tokens": kept_layers * expert_elements(facts) * width * tokens,
         "support head": _support_head_bytes(config, facts, width),
     }
-    if ranks > 1 or (stage >= 1 and not sums_in_float32(config.model.dtype, trainer)):
+    if ranks > 1 or (stage >= 1 and not trainer.sums_in_float32(config.model.dtype)):
         buckets = _ZERO_2_BUCKETS if stage == 2 else 1
-        parts["buckets"] = 4 * buckets * min(local, bucket_elements(trainer))
+        parts["buckets"] = 4 * buckets * min(local, trainer.bucket_elements)
         # One gradient on its way to host memory, at most as large as the embeddings.
         parts["buckets"] += width * facts.vocab_size * facts.hidden_size * (offloaded and stage < 3)
     if config.model.lora.adapts_experts:  # and the gradient of one layer
@@ -309,7 +308,7 @@ def update_copy_bytes(config: Config, parts: Mapping[str, float], *, gpu: bool) 
     """
     trainer, stage = config.trainer, stage_in_use(config, gpu=gpu)
     dtype = config.model.dtype if gpu else "float32"
-    if stage == 0 or sums_in_float32(dtype, trainer) or (stage == 2 and dtype != "float32"):
+    if stage == 0 or trainer.sums_in_float32(dtype) or (stage == 2 and dtype != "float32"):
         return 0.0
     if stage == 3:
         return min(parts["gradients"], _SUB_GROUP_BYTES)

@@ -17,7 +17,6 @@ from keel.trainer.placement.memory import (
     gib,
 )
 from keel.trainer.placement.step_time import StepTime, step_time
-from keel.trainer.zero_options import reading_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +91,7 @@ def plan_placed(
             )
     plan = make_plan(config, facts, hardware, shared=placement.shared)
     each = memory.host_bytes(config, facts, plan.offload)
-    reading = reading_ranks(config.trainer)
+    reading = config.trainer.reading_ranks
     whole = facts.parameters * memory.BYTES[config.model.dtype]
     for node, ranks in placement.ranks_by_node:
         here = min(ranks, reading)

@@ -18,7 +18,6 @@ from keel.trainer.placement.memory import (
     engine_sequences,
     kv_token_bytes,
 )
-from keel.trainer.zero_options import sums_in_float32
 
 _MIB = 2**20
 COMPILE_S = 20.0  # added to the first step by `trainer.compile`: 13 to 20 s in six runs
@@ -295,7 +294,7 @@ def compute_seconds(
         probed = a.probes * a.prompts_per_step * a.group_size * bool(a.kept_mass_coef)
         head *= min(1.0, probed / tokens)
     held = facts.parameters - facts.expert_parameters * (1 - 1 / trainer.expert_parallel)
-    one_pass = sums_in_float32(config.model.dtype, trainer)
+    one_pass = trainer.sums_in_float32(config.model.dtype)
     weights = (rates.summed_bytes if one_pass else rates.gradient_bytes) * held * micro_batches
     owned = facts.parameters / trainer.ranks
     updates = config.algorithm.updates_per_batch if config.data.sources else 1

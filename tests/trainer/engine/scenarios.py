@@ -123,7 +123,6 @@ def reading(stage: int, *, model: str = "untied", **changes: Any) -> Scenario:
         from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
         from keel.trainer.engine import weights as sent  # noqa: PLC0415
         from keel.trainer.engine.expert_parallel import ExpertLayers  # noqa: PLC0415
-        from keel.trainer.zero_options import reading_ranks  # noqa: PLC0415
 
         config = make_config(ranks.world_size, stage, kl_coef=0.1, **changes)
         whole = load_policy(str(ranks.folder / model), torch.float32)
@@ -153,7 +152,7 @@ def reading(stage: int, *, model: str = "untied", **changes: Any) -> Scenario:
             assert engine._references._models[0] is not None
             times = ranks.all(len(read))
             same = ranks.all((equal(engine._network), equal(engine._references._models[0].network)))
-            blind += range(reading_ranks(config.trainer))[-1:]  # the last that reads
+            blind += range(config.trainer.reading_ranks)[-1:]  # the last that reads
             with pytest.raises((ConfigError, OSError, RuntimeError)) as error:
                 ranks.engine(config, model)
         return {"times": times, "same": same, "refused": ranks.all(repr(error.value))}
