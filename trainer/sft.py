@@ -12,9 +12,8 @@ from keel.configs.schema import Config, SftConfig
 from keel.rl.metrics import Mean, Metric, Sum, merge
 from keel.rl.sft import SftExample, plan_sft
 from keel.rl.types import StepResult
-from keel.trainer.guard import RunJournal, Save, Saver
 from keel.trainer.learner import Learner
-from keel.trainer.loop import Clock, evaluation_due
+from keel.trainer.loop import Clock, RunJournal, Save, Saver, evaluation_due
 from keel.trainer.nonfinite import SHOWN_FINDINGS
 
 

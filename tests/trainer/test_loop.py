@@ -15,8 +15,7 @@ from keel.rl.futures import failed
 from keel.rl.metrics import Mean, Metric, Sum
 from keel.rl.types import Group, Prompt, ScoredGroup, StepResult
 from keel.trainer.batch_stream import BatchStream
-from keel.trainer.guard import Saver
-from keel.trainer.loop import Parts, train
+from keel.trainer.loop import Parts, Saver, train
 from tests.data.test_stream import stream
 from tests.rl.rollouts import finished, prompt, segment, trajectory
 from tests.waiting import PATIENCE_S
@@ -175,7 +174,7 @@ def test_publish_every_shows_staleness() -> None:
 
 def test_checkpoints_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     world, now = FakeRun(), [0.0]
-    monkeypatch.setattr("keel.trainer.guard.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("keel.trainer.loop.time.monotonic", lambda: now[0])
     step = world.step
 
     def slow(groups: Sequence[ScoredGroup]) -> StepResult:
