@@ -8,6 +8,7 @@ from math import inf
 
 import numpy as np
 
+from keel.rl.recordings import Recordings, StoredRecordings, join_recordings
 from keel.rl.turns import (
     Chat,
     Message,
@@ -18,7 +19,7 @@ from keel.rl.turns import (
     message_of,
     seed_of,
 )
-from keel.rl.types import Recordings, Segment, StoredRecordings, join_recordings
+from keel.rl.types import Segment
 
 
 class SegmentRecord:

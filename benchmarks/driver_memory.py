@@ -34,7 +34,8 @@ from keel.configs.schema import (
     RolloutConfig,
     TrainerConfig,
 )
-from keel.rl.types import NO_ROUTE, Group, Prompt, SamplingMasks, ScoredGroup, Segment, Trajectory
+from keel.rl.recordings import NO_ROUTE, SamplingMasks
+from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
 from keel.rollout import pool
 from keel.rollout.engine.worker import RolloutWorker, detach
 from keel.rollout.spec import GroupRequest

@@ -23,7 +23,7 @@ from keel.configs.schema import (
 )
 from keel.model.load import ModelFacts
 from keel.rl.packing import MicroBatch
-from keel.rl.types import NO_ROUTE, SamplingMasks
+from keel.rl.recordings import NO_ROUTE, SamplingMasks
 from keel.trainer.engine.engine import TrainerEngine
 
 SOURCE = SourceConfig(name="made", source="reasoning_gym", task="chain_sum", size=1)

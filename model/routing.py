@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from keel.model.torch_internals import next_node_number, running_node_number, to_device
 from keel.rl.metrics import Mean
-from keel.rl.types import NO_ROUTE
+from keel.rl.recordings import NO_ROUTE
 
 _Output = tuple[Any, ...]
 

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.rl.prefix_sharing import PackItem, PrefixGroup, arrange, split_long
-from keel.rl.types import NO_ROUTE, Recordings, SamplingMasks, ScoredGroup, Segment
+from keel.rl.recordings import NO_ROUTE, Recordings, SamplingMasks
+from keel.rl.types import ScoredGroup, Segment
 
 T = TypeVar("T", bound=np.generic)
 Loss = Literal["grpo", "nll"]
@@ -410,7 +411,7 @@ class PackPlan:
             )
         if self.selected_shape is not None:
             layers, width = self.selected_shape
-            selected = joined(lambda segment: segment.selection(layers, width))
+            selected = joined(lambda segment: _selection(segment, layers, width))
         references, splits = [item.reference for item in items], [item.split for item in items]
         follows = [span.follows for span in spans]
         return MicroBatch(
@@ -477,6 +478,19 @@ def _routes(segment: Segment, shape: tuple[int, ...]) -> NDArray[np.int16]:
 
 def _sampling_masks(segment: Segment) -> SamplingMasks:
     return segment.sampling_mask or SamplingMasks.empty(len(segment.token_ids_T))
+
+
+def _selection(segment: Segment, layers: int, width: int) -> NDArray[np.uint8]:
+    """Pad `selected_TLb` with zeros to [T, layers, width]."""
+    padded = np.zeros((len(segment.token_ids_T), layers, width), np.uint8)
+    if (recorded := segment.selected_TLb) is not None:
+        _require(
+            recorded.shape[1] == layers,
+            f"segment of {segment.prompt_id}: selected_TLb has {recorded.shape[1]} layers, others "
+            f"have {layers}",
+        )
+        padded[..., : recorded.shape[2]] = recorded
+    return padded
 
 
 _PADDING = Segment(

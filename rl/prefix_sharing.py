@@ -14,7 +14,6 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -282,12 +281,6 @@ def _common_prefix_length(one: Segment, other: Segment, limit: int) -> int:
     if ours is not None and theirs is not None:
         limit = _count_equal_rows(ours[:limit], theirs[:limit])
     return limit
-
-
-def hash_rows(values: NDArray[Any]) -> NDArray[np.uint64]:
-    """Hash each row of [R, …] integers. Equal rows have equal hashes in every process."""
-    rows = values.reshape(len(values), prod(values.shape[1:])).astype(np.uint64)
-    return rows @ np.random.default_rng(0).integers(2**64 - 1, size=rows.shape[1], dtype=np.uint64)
 
 
 def _count_equal_rows(one: NDArray[Any], other: NDArray[Any]) -> int:

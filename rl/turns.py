@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # reward workers start without numpy
     import numpy as np
     from numpy.typing import NDArray
 
-    from keel.rl.types import Recordings, StoredRecordings
+    from keel.rl.recordings import Recordings, StoredRecordings
 
 Message = Mapping[str, Any]
 """A chat message with the keys `role` and `content`, and optionally `reasoning_content`,

@@ -16,13 +16,14 @@ describes token t (target-aligned). Row t of `routes_TLK` has the experts that p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keel.rl.metrics import Metric
+from keel.rl.recordings import Recordings, SamplingMasks, StoredRecordings, join_recordings
 
 FinishReason = Literal["stop", "length", "deadline", "turns", "window", "crash"]
 """Why a trajectory ended.
@@ -44,9 +45,6 @@ FUNCTIONS = "functions"
 reward functions, which receive the prompt's line of the data file as `columns`."""
 PROGRAM = "program"
 """The `name` of assistant messages written by an agent program instead of the policy."""
-NO_ROUTE = -1
-"""Value in `routes_TLK` for positions without recorded experts, where the trainer's own router
-chooses them."""
 LOST = "environment, at "
 """Text that occurs in the drop reason of a trajectory whose environment crashed, hung or exited."""
 CUT_OFF = "cut off, and its domain has length.truncated: drop"
@@ -90,168 +88,6 @@ class Prompt:
             raise ValueError(f"prompt {self.prompt_id}: messages is empty")
         if not self.kl_coef >= 0:
             raise ValueError(f"prompt {self.prompt_id}: kl_coef is {self.kl_coef}, must be >= 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingMasks:
-    """Each token's sampling mask: the ids left to sample from after top-p or top-k truncation. A
-    mask is empty if sampling was not truncated."""
-
-    ids: NDArray[np.int32]
-    """[nnz] Ids of all masks, concatenated."""
-    offsets: NDArray[np.int64]
-    """[T+1] Mask boundaries: the mask of token t is `ids[offsets[t]:offsets[t+1]]`."""
-
-    def __post_init__(self) -> None:
-        offsets = self.offsets
-        if (
-            offsets.ndim != 1
-            or len(offsets) == 0
-            or offsets[0] != 0
-            or offsets[-1] != len(self.ids)
-        ):
-            raise ValueError(
-                f"sampling masks: offsets must run from 0 to len(ids) = {len(self.ids)}, got "
-                f"{offsets[:3]}…"
-            )
-        if (np.diff(offsets) < 0).any():
-            raise ValueError("sampling masks: offsets must not decrease")
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, token: int) -> NDArray[np.int32]:
-        return self.ids[self.offsets[token] : self.offsets[token + 1]]
-
-    def sizes(self) -> NDArray[np.int64]:
-        """Return the number of ids in each mask, [T], or 0 where sampling was not truncated."""
-        return np.diff(self.offsets)
-
-    def slice(self, start: int, stop: int) -> SamplingMasks:
-        """Return the masks for tokens `start` to `stop` − 1."""
-        first, last = self.offsets[start], self.offsets[stop]
-        return SamplingMasks(
-            ids=self.ids[first:last], offsets=self.offsets[start : stop + 1] - first
-        )
-
-    @staticmethod
-    def from_lists(spans: Sequence[Sequence[int] | NDArray[Any]]) -> SamplingMasks:
-        """Build the masks from one list of ids per token."""
-        sizes = np.fromiter((len(span) for span in spans), np.int64, len(spans))
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-        parts = [np.asarray(span, np.int32) for span in spans if len(span)]
-        ids = np.concatenate(parts) if parts else np.zeros(0, np.int32)
-        return SamplingMasks(ids=ids, offsets=offsets)
-
-    @staticmethod
-    def empty(tokens: int) -> SamplingMasks:
-        """Build empty masks for `tokens` tokens that were sampled without truncation."""
-        return SamplingMasks(ids=np.zeros(0, np.int32), offsets=np.zeros(tokens + 1, np.int64))
-
-    @staticmethod
-    def concat(parts: Sequence[SamplingMasks]) -> SamplingMasks:
-        if not parts:
-            return SamplingMasks.empty(0)
-        starts = np.cumsum([0, *(len(part.ids) for part in parts)])
-        offsets = [part.offsets[1:] + start for part, start in zip(parts, starts, strict=False)]
-        return SamplingMasks(
-            ids=np.concatenate([part.ids for part in parts]),
-            offsets=np.concatenate([np.zeros(1, np.int64), *offsets]),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recordings:
-    """The large arrays recorded for a turn, or for a segment. `Segment` describes them."""
-
-    routes_TLK: NDArray[Any] | None = None
-    """Experts at positions `TurnRequest.routes_from` and later. The last token has no row, because
-    it was never an input."""
-    sampling_mask: SamplingMasks | None = None
-    """Masks of the turn's sampled tokens, or of all tokens of the segment."""
-    selected_TLb: NDArray[np.uint8] | None = None
-    """Selections of sparse attention, with the same rows as `routes_TLK`."""
-
-    @property
-    def nbytes(self) -> int:
-        masks = self.sampling_mask
-        masks_bytes = 0 if masks is None else masks.ids.nbytes + masks.offsets.nbytes
-        arrays = (self.routes_TLK, self.selected_TLb)
-        return masks_bytes + sum(array.nbytes for array in arrays if array is not None)
-
-    @property
-    def lengths(self) -> dict[str, int]:
-        """Number of rows or masks in each array that was recorded."""
-        arrays = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {name: len(array) for name, array in arrays.items() if array is not None}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredRecordings:
-    """A stand-in for the recordings of a turn or segment, which stay on the node that made them
-    until a rank packs them."""
-
-    parts: tuple[tuple[int, Any], ...]
-    """The `Recordings` in the order of the turns, as keys (object references of Ray) or, if they
-    are small, themselves. Each comes with the position of the first token that its sampling masks
-    describe."""
-    lengths: Mapping[str, int] = field(default_factory=dict[str, int])
-    """`Recordings.lengths` of a turn or completion, or empty for the joined turns of a segment."""
-    routes: tuple[int, int] | None = None
-    """(L, K) of the routes, or None without routes."""
-    selected: tuple[int, int] | None = None
-    """(L, b) of the selections, or None without selections."""
-    mask_sizes_T: NDArray[Any] | None = None
-    """Number of ids in each sampling mask, or None if there are no masks."""
-    prefix_hash_P: NDArray[np.uint64] | None = None
-    """Hash of the routes of each token before the first sampled one, or None without routes."""
-
-    @staticmethod
-    def concat(turns: Sequence[tuple[int, StoredRecordings]], tokens: int) -> StoredRecordings:
-        """Concatenate the stored recordings of a segment's turns. The segment has `tokens` tokens,
-        and each turn is given with the position of its first sampled token."""
-        masked = [(start, one.mask_sizes_T) for start, one in turns if one.mask_sizes_T is not None]
-        sizes = np.zeros(tokens, np.result_type(np.uint8, *(sizes for _, sizes in masked)))
-        for start, part in masked:
-            sizes[start : start + len(part)] = part
-        return StoredRecordings(
-            parts=tuple((start, key) for start, one in turns for _, key in one.parts),
-            routes=turns[0][1].routes,
-            selected=next((one.selected for _, one in reversed(turns) if one.selected), None),
-            mask_sizes_T=sizes if masked else None,
-            prefix_hash_P=turns[0][1].prefix_hash_P,
-        )
-
-
-def join_recordings(turns: Sequence[tuple[int, Recordings]], tokens: int) -> dict[str, Any]:
-    """Join the recordings of turns into the fields `routes_TLK`, `sampling_mask` and `selected_TLb`
-    of a `Segment` with `tokens` tokens. Each turn comes with the position of the first token that
-    its sampling masks describe."""
-    masks: list[SamplingMasks] = []
-    end = 0
-    for start, turn in turns:
-        if turn.sampling_mask:  # not without tokens
-            masks += [SamplingMasks.empty(start - end), turn.sampling_mask]
-            end = start + len(turn.sampling_mask)
-    routes = selected = None
-    if parts := [turn.routes_TLK for _, turn in turns if turn.routes_TLK is not None]:
-        rows = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        last = np.full((1, *rows.shape[1:]), NO_ROUTE, np.int16)
-        routes = np.concatenate([rows[: tokens - 1], last], dtype=np.int16, casting="unsafe")
-    if bitmaps := [turn.selected_TLb for _, turn in turns if turn.selected_TLb is not None]:
-        selected = np.zeros((tokens, bitmaps[0].shape[1], bitmaps[-1].shape[2]), np.uint8)
-        start = 0
-        for bitmap in bitmaps:
-            part = selected[start : min(start + len(bitmap), tokens - 1)]
-            part[..., : bitmap.shape[2]] = bitmap[: len(part)]
-            start += len(bitmap)
-    if masks:
-        masks.append(SamplingMasks.empty(max(0, tokens - end)))
-    return {
-        "routes_TLK": routes,
-        "sampling_mask": SamplingMasks.concat(masks) if masks else None,
-        "selected_TLb": selected,
-    }
 
 
 _PER_TOKEN = (
@@ -344,20 +180,6 @@ class Segment:
             for start, part in self.stored.parts
         ]
         return replace(self, stored=None, **join_recordings(turns, len(self.token_ids_T)))
-
-    def selection(self, layers: int, width: int) -> NDArray[np.uint8]:
-        """Pad `selected_TLb` with zeros to [T, layers, width]. Raises `ValueError` if the number of
-        layers doesn't match or b exceeds `width`."""
-        recorded = self.selected_TLb
-        padded = np.zeros((len(self.token_ids_T), layers, width), np.uint8)
-        if recorded is not None:
-            if recorded.shape[1] != layers or recorded.shape[2] > width:
-                raise ValueError(
-                    f"segment of {self.prompt_id}: selected_TLb has (L, b) = {recorded.shape[1:]}, "
-                    f"others have {(layers, width)}"
-                )
-            padded[..., : recorded.shape[2]] = recorded
-        return padded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

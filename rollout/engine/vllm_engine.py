@@ -34,8 +34,9 @@ from keel.model.batch_invariant import BLOCK
 from keel.model.hub import fp8_block
 from keel.model.load import LOAD_FORMAT, full_attention, tokenizer_with
 from keel.model.routing import is_moe
+from keel.rl.recordings import Recordings, join_recordings
 from keel.rl.turns import THINK, TurnRequest, TurnResult, seed_of
-from keel.rl.types import Group, Prompt, Recordings, Segment, Trajectory, join_recordings
+from keel.rl.types import Group, Prompt, Segment, Trajectory
 from keel.rollout.chat.parsing import decode_all, find_thinking_marks, split_message
 from keel.rollout.chat.render import render_prompt
 from keel.rollout.engine.patches import (

@@ -27,17 +27,15 @@ from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import ray
-from numpy.typing import NDArray
 
 from keel.configs.schema import CUT_S, SamplingConfig
 from keel.model import ray_timeouts
 from keel.model.imports import heavy_imports
 from keel.rl.futures import settle
-from keel.rl.prefix_sharing import hash_rows
+from keel.rl.recordings import Recordings, StoredRecordings
 from keel.rl.turns import TurnRequest, TurnResult
-from keel.rl.types import Group, Recordings, StoredRecordings, Trajectory
+from keel.rl.types import Group, Trajectory
 from keel.rollout.spec import (
     STORED_BYTES,
     EngineError,
@@ -442,29 +440,14 @@ def detach(request: SampleRequest, result: Group | TurnResult) -> list[Any]:
 def _split(
     recordings: Recordings, prefix: int
 ) -> tuple[StoredRecordings | None, Recordings | None]:
-    """Describe recordings whose first `prefix` rows precede the first sampled token, and convert
-    their routes to the narrowest integer type. Small recordings become part of the description."""
-    routes, masks = recordings.routes_TLK, recordings.sampling_mask
-    selected = recordings.selected_TLb
+    """Describe recordings whose first `prefix` rows precede the first sampled token. Small ones
+    become part of the description."""
     if not recordings.lengths:
         return None, None
-    small = recordings.nbytes < STORED_BYTES
-    narrow = replace(recordings, routes_TLK=None if routes is None else _narrow(routes))
-    description = StoredRecordings(
-        parts=((0, narrow),) if small else (),
-        lengths=recordings.lengths,
-        routes=None if routes is None else routes.shape[1:],
-        selected=None if selected is None else selected.shape[1:],
-        mask_sizes_T=None if masks is None else _narrow(masks.sizes()),
-        prefix_hash_P=None if routes is None else hash_rows(routes[:prefix]),
-    )
-    return description, None if small else narrow
-
-
-def _narrow(values: NDArray[Any]) -> NDArray[Any]:
-    """Convert integers to the narrowest type that holds all of them."""
-    limits = (values.min(initial=0), values.max(initial=0))
-    return values.astype(np.result_type(*map(np.min_scalar_type, limits)), copy=False)
+    description = StoredRecordings.of(recordings, prefix)
+    if recordings.nbytes < STORED_BYTES:
+        return description, None
+    return replace(description, parts=()), description.parts[0][1]
 
 
 def attach(result: Group | TurnResult, keys: Sequence[Any]) -> Group | TurnResult:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
-from keel.rl.types import NO_ROUTE, Recordings, SamplingMasks
+from keel.rl.recordings import NO_ROUTE, Recordings, SamplingMasks
 from keel.rollout.spec import WIDEST_MASK, RecordingError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.configs.schema import SamplingConfig
-from keel.rl.types import Recordings, SamplingMasks
+from keel.rl.recordings import Recordings, SamplingMasks
 from keel.rollout.recording.base import (
     Recorder,
     RecordingOptions,

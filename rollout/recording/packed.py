@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.configs.schema import SamplingConfig
-from keel.rl.types import Recordings
+from keel.rl.recordings import Recordings
 from keel.rollout.recording.base import (
     Recorder,
     RecordingOptions,

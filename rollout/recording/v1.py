@@ -18,7 +18,7 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.outputs import CompletionOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from keel.rl.types import NO_ROUTE, Recordings, SamplingMasks
+from keel.rl.recordings import NO_ROUTE, Recordings, SamplingMasks
 from keel.rollout.recording.base import (
     Recorder,
     RecordingOptions,

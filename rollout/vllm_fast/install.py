@@ -31,7 +31,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from keel.rl.types import NO_ROUTE
+from keel.rl.recordings import NO_ROUTE
 from keel.rollout.vllm_fast import sampler
 from keel.weights.loader import WeightsExtension, moe_runners
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.v1.outputs import SamplingMaskLists
 
-from keel.rl.types import SamplingMasks
+from keel.rl.recordings import SamplingMasks
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput

@@ -16,8 +16,9 @@ from keel.agents.types import (
     Opening,
     ToolResult,
 )
+from keel.rl.recordings import Recordings, SamplingMasks
 from keel.rl.turns import Message, ToolCall, ToolSpec, TurnRequest, TurnResult
-from keel.rl.types import Prompt, Recordings, SamplingMasks, Trajectory, Verdict
+from keel.rl.types import Prompt, Trajectory, Verdict
 from keel.rollout.chat.chat import TemplateChat
 from tests.agents.episodes import result_of
 from tests.rollout.chat.families import chat_of, tokenizer_of

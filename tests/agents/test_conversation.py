@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.agents.conversation import Conversation
+from keel.rl.recordings import SamplingMasks
 from keel.rl.turns import Message
-from keel.rl.types import SamplingMasks
 from keel.rollout.engine import worker
 from keel.rollout.engine.worker import detach
 from tests.agents.endpoint.kit import check_law, script

@@ -21,7 +21,7 @@ from keel.model.logprobs import (
     support_logprobs,
 )
 from keel.rl.packing import MicroBatch
-from keel.rl.types import SamplingMasks
+from keel.rl.recordings import SamplingMasks
 from keel.trainer.engine.policy import HeadInputs
 from tests.model.families import VOCAB, build
 

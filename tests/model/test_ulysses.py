@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from keel.model.ulysses import Slice
-from keel.rl.types import NO_ROUTE
+from keel.rl.recordings import NO_ROUTE
 from keel.trainer.engine.policy import HeadInputs
 from tests.rl.packed import pack
 from tests.rl.rollouts import random_groups

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.rl.types import NO_ROUTE, Group, Prompt, SamplingMasks, ScoredGroup, Segment, Trajectory
+from keel.rl.recordings import NO_ROUTE, SamplingMasks
+from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
 
 LAYERS, EXPERTS = 2, 3
 

@@ -13,7 +13,8 @@ from keel.rl.losses import grpo_loss
 from keel.rl.offpolicy import GapTotals, off_policy_sequence_mask
 from keel.rl.packing import MicroBatch
 from keel.rl.prefix_sharing import _KV_COPIES_PER_TOKEN, estimate_packing
-from keel.rl.types import NO_ROUTE, ScoredGroup, Segment
+from keel.rl.recordings import NO_ROUTE
+from keel.rl.types import ScoredGroup, Segment
 from tests.rl.packed import fresh_table, gradient, micro_batches, oracle, pack, trained
 from tests.rl.rollouts import (
     kept_of,

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from keel.rl import prefix_sharing
 from keel.rl.packing import MicroBatch, TrainBatch, split_updates
-from keel.rl.types import NO_ROUTE, ScoredGroup, Segment
+from keel.rl.recordings import NO_ROUTE
+from keel.rl.types import ScoredGroup, Segment
 from tests.rl.packed import fresh_table, gradient, micro_batches, oracle, pack
 from tests.rl.rollouts import (
     EXPERTS,

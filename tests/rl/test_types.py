@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from keel.rl import strict_json
 from keel.rl.futures import failed, then, when_all
-from keel.rl.types import SamplingMasks, ScoredGroup
+from keel.rl.recordings import SamplingMasks
+from keel.rl.types import ScoredGroup
 from tests.rl.rollouts import prompt, scored, segment, trajectory
 
 SPANS = st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=6)

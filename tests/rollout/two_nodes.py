@@ -22,7 +22,8 @@ from ray.cluster_utils import Cluster
 from keel.configs.schema import Config, DataConfig
 from keel.model import ray_timeouts
 from keel.rl.futures import on_thread
-from keel.rl.types import Group, Prompt, Recordings
+from keel.rl.recordings import Recordings
+from keel.rl.types import Group, Prompt
 from keel.rollout import pool as rollout_pool
 from keel.rollout.engine.worker import RolloutWorker
 from keel.rollout.pool import RayEngine, RolloutPool

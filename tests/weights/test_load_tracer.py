@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from keel.rl.types import NO_ROUTE
+from keel.rl.recordings import NO_ROUTE
 from tests.buckets import pack_buckets
 from tests.rollout.remote_engine import update_kind
 

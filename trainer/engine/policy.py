@@ -40,7 +40,8 @@ from keel.model.torch_internals import to_device
 from keel.model.transformers_internals import disable_dropout, fix_long_rope
 from keel.model.ulysses import WHOLE, Slice
 from keel.rl.packing import Loss, MicroBatch
-from keel.rl.types import NO_ROUTE, SamplingMasks, TokenNumbers
+from keel.rl.recordings import NO_ROUTE, SamplingMasks
+from keel.rl.types import TokenNumbers
 from keel.trainer.engine.zero import initialize
 
 _CUT = 4

@@ -13,7 +13,8 @@ from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.requests import Reply, load_object, read_request
 from keel.agents.endpoint.server import Address, Endpoint
 from keel.agents.episode import Budget
-from keel.rl.types import NO_ROUTE, Segment
+from keel.rl.recordings import NO_ROUTE
+from keel.rl.types import Segment
 from tests.agents.episodes import result_of
 from tests.agents.scripted import CHAT, Policy
 from tests.rollout.chat.families import CITY

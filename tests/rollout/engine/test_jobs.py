@@ -17,8 +17,8 @@ from keel.configs.schema import (
 )
 from keel.model.batch_invariant import VARIABLE
 from keel.model.tiny.tokenizer import build_tokenizer
+from keel.rl.recordings import Recordings, SamplingMasks
 from keel.rl.turns import TurnResult
-from keel.rl.types import Recordings, SamplingMasks
 from keel.rollout.chat.parsing import decode_all, split_message
 from keel.rollout.recording.base import RecordingOptions
 from keel.rollout.spec import EngineSpec, LostTurn, env_vars

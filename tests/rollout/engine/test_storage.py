@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from keel.rl.packing import plan_packing
-from keel.rl.types import Group, Recordings, ScoredGroup
+from keel.rl.recordings import Recordings
+from keel.rl.types import Group, ScoredGroup
 from keel.rollout.engine import worker
 from keel.rollout.engine.worker import attach, detach
 from keel.rollout.spec import GroupRequest

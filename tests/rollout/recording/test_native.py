@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
-from keel.rl.types import NO_ROUTE
+from keel.rl.recordings import NO_ROUTE
 from keel.rollout.recording.base import (
     RecordingOptions,
     check_routed,

@@ -24,7 +24,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from keel.rl.types import Recordings
+from keel.rl.recordings import Recordings
 from keel.rollout.engine.vllm_engine import _end_at_next_token
 from keel.rollout.recording.base import Recorder, RecordingOptions
 from keel.rollout.recording.packed import PackedRecorder

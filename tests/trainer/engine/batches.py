@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from keel.rl.types import SamplingMasks, ScoredGroup, Segment
+from keel.rl.recordings import SamplingMasks
+from keel.rl.types import ScoredGroup, Segment
 from tests.rl.rollouts import scored, trajectory
 
 VOCABULARY, LAYERS, EXPERTS, TOP_K = 64, 3, 4, 2
