@@ -53,6 +53,12 @@ _CODE_KEYS = (
     *("tests", "subtasks", "reference", "language", "partial"),
     *("time_limit_s", "memory_mib", "tolerance"),
 )
+_SPECS = {
+    "tests": ("code", _CODE_KEYS),
+    "criteria": ("rubric", ("criteria", "reference")),
+    "refuse": ("refusal", ("refuse",)),
+}
+"""Maps a key to the kind of its reward spec and the keys that become part of it."""
 _REWARD_KEYS = ("answer", "criteria", "tests", "refuse", "reward")
 """Keys that define how to judge a completion. Each row has exactly one of them."""
 _KNOWN = frozenset(
@@ -212,13 +218,9 @@ class _Reader:
                 raise BadLine(f"`reward` must be an object, is {json_type(reward)}")
             kind = {"kind": ENVIRONMENT} if graded else {}
             return {**kind, **cast(dict[str, Any], reward)}
-        if keys == ["tests"]:
-            return {"kind": "code", **{key: record[key] for key in _CODE_KEYS if key in record}}
-        if keys == ["criteria"]:
-            present = [key for key in ("criteria", "reference") if key in record]
-            return {"kind": "rubric", **{key: record[key] for key in present}}
-        if keys == ["refuse"]:
-            return {"kind": "refusal", "refuse": record["refuse"]}
+        if keys and keys[0] in _SPECS:
+            kind, own = _SPECS[keys[0]]
+            return {"kind": kind, **{key: record[key] for key in own if key in record}}
         match = record.get("match", "math")
         if not isinstance(match, str) or match not in _MATCHES:
             raise BadLine(f"`match` is {match!r}, must be one of {', '.join(_MATCHES)}")

@@ -185,49 +185,28 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _compare_pass_rates(
-    first: Sequence[SampledPrompt], second: Sequence[SampledPrompt]
-) -> dict[str, dict[str, tuple[int, _Difference]]]:
-    """Compare pass@1 on the prompts that two evaluations have in common. Returns the number of
-    shared prompts and the difference for each variant and prompt set. Raises ValueError if they
-    share no prompts, or if prompts with the same name differ."""
-    earlier = {(one.variant, one.id): one for one in first}
-    pairs = [(earlier[key], one) for one in second if (key := (one.variant, one.id)) in earlier]
+def compare(first: str, second: str) -> str:
+    """Compare pass@1 on the prompts that two `keel eval` folders have in common, and return a
+    table. Raises ConfigError if they share no prompts, or if prompts with the same name differ."""
+    before, after = (read_evaluation(Path(folder)) for folder in (first, second))
+    earlier = {(one.variant, one.id): one for one in before}
+    pairs = [(earlier[key], one) for one in after if (key := (one.variant, one.id)) in earlier]
+    both = f"{first}, {second}"
     if not pairs:
-        raise ValueError("the two evaluations have no prompt of the same variant in common")
+        raise ConfigError(f"{both}: the two evaluations have no prompt of the same variant")
     for one, other in pairs:
         if one.digest != other.digest:
-            raise ValueError(f"{one.id}: the two evaluations have different prompts of this name")
-    result: dict[str, dict[str, tuple[int, _Difference]]] = {}
-    for variant in dict.fromkeys(other.variant for _, other in pairs):
-        chosen = [pair for pair in pairs if pair[1].variant == variant]
-        before, after = (
-            [one.passes / one.number for one in some] for some in zip(*chosen, strict=True)
-        )
-        result[variant] = {
-            name: (
-                len(places),
-                _paired_difference([before[n] for n in places], [after[n] for n in places]),
-            )
-            for name, places in _sets_of([other for _, other in chosen]).items()
-        }
-    return result
-
-
-def compare(first: str, second: str) -> str:
-    """Compare two `keel eval` folders and return a table. Raises ConfigError if either can't be
-    compared."""
-    before, after = (read_evaluation(Path(folder)) for folder in (first, second))
-    try:
-        result = _compare_pass_rates(before, after)
-    except ValueError as error:
-        raise ConfigError(f"{first}, {second}: {error}") from error
+            raise ConfigError(f"{both}: the two evaluations have different prompts called {one.id}")
     rows = [["", "pairs", "pass@1", "95 %", "p"]]
-    for variant, sets in result.items():
-        for name, (pairs, of) in sets.items():
-            title = f"{variant}: {name}" if len(result) > 1 else name
+    variants = dict.fromkeys(other.variant for _, other in pairs)
+    for variant in variants:
+        chosen = [pair for pair in pairs if pair[1].variant == variant]
+        rates = [[one.passes / one.number for one in pair] for pair in chosen]
+        for name, places in _sets_of([other for _, other in chosen]).items():
+            of = _paired_difference(*zip(*(rates[n] for n in places), strict=True))
+            title = f"{variant}: {name}" if len(variants) > 1 else name
             interval = f"{of.low:+.3f} … {of.high:+.3f}"
-            rows.append([title, f"{pairs:,}", f"{of.mean:+.3f}", interval, f"{of.p:.4f}"])
+            rows.append([title, f"{len(places):,}", f"{of.mean:+.3f}", interval, f"{of.p:.4f}"])
     return "\n".join([f"{second} − {first}:", *align_columns(rows)])
 
 

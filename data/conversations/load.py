@@ -193,8 +193,9 @@ def _part(
     distinct: dict[str, Example] = {}
     for example in read.examples:
         distinct.setdefault(example.content, example)
+    repeated = len(read.examples) - len(distinct)
+    left_out = Counter({**read.unselected, "malformed": len(skipped), "repeated": repeated})
     usable: list[_Usable] = []
-    long = beyond = 0
     # The origins taken for each prompt. One trajectory of an agent program may have several
     # conversations.
     most, taken = source.most_per_prompt, defaultdict[str, set[str]](set)
@@ -203,7 +204,7 @@ def _part(
             break
         prompt = example.prompt_id or example.question
         if most and len(taken[prompt] - {example.origin}) >= most:
-            beyond += 1
+            left_out[f"beyond {most} of a prompt"] += 1
             continue
         try:
             segments = tuple(example.segments or render(example))
@@ -215,6 +216,7 @@ def _part(
                     "such conversations out)"
                 ) from error
             skipped.append(why)
+            left_out["malformed"] += 1
             continue
         sft_example = SftExample(prompt_id=f"{source.name}/{content}", segments=segments)
         if sft_example.longest > config.max_context_tokens:
@@ -224,18 +226,11 @@ def _part(
                     f"sft.max_context_tokens = {config.max_context_tokens} ({knob}): raise it, or "
                     "set sft.long_conversations: drop to leave such conversations out"
                 )
-            long += 1
+            left_out["too long"] += 1
             continue
         taken[prompt].add(example.origin)
         key = content if example.document else example.question
         usable.append(_Usable(sft_example, example, example.question, key))
-    left_out = {
-        **read.unselected,
-        "malformed": len(skipped),
-        "repeated": len(read.examples) - len(distinct),
-        f"beyond {most} of a prompt": beyond,
-        "too long": long,
-    }
     return _Part(usable, left_out, skipped, _choose_holdout(source, usable, skipped, seed))
 
 

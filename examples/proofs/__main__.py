@@ -8,13 +8,14 @@ rewards the evaluation with a spec of kind `verification`.
 
 import argparse
 import hashlib
-import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from keel.configs.work_folder import read_records
 from keel.examples import write_lines
 from keel.rewards.judge.specs import read_proof
 from keel.rewards.text import final_text
@@ -28,25 +29,20 @@ _BANDS = (0.25, 0.75, 2.0)
 """Upper limits of the score bands for wrong, partly right and right proofs."""
 
 
-def _graded(path: Path) -> Iterator[tuple[str, str, float]]:
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            request: Mapping[str, Any] = json.loads(line.decode("utf-8", "surrogatepass"))
-            questions = (str(m["content"]) for m in request["prompt"] if m.get("role") == "user")
-            problem = "\n\n".join(questions)
-            samples: Sequence[Mapping[str, Any]] = request["samples"]
-            for sample in samples:
-                proof = read_proof(final_text(sample["messages"]))
-                score = sample["parts"].get("proof")
-                if isinstance(score, float) and not isinstance(proof, str) and not sample["error"]:
-                    # Unpaired surrogates cannot be part of a prompt.
-                    solution = proof.solution.encode(errors="replace").decode()
-                    yield problem, solution, score
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}:{number}: not an evaluated proof: {error!r}") from error
+def _graded(request: Mapping[str, Any]) -> list[tuple[str, str, float]]:
+    """Return the problem, the proof and the score of each completion of an evaluated prompt."""
+    questions = (str(m["content"]) for m in request["prompt"] if m.get("role") == "user")
+    problem = "\n\n".join(questions)
+    graded: list[tuple[str, str, float]] = []
+    for sample in request["samples"]:
+        proof, score = read_proof(final_text(sample["messages"])), sample["parts"].get("proof")
+        if isinstance(score, float) and not isinstance(proof, str) and not sample["error"]:
+            # Unpaired surrogates cannot be part of a prompt.
+            graded.append((problem, proof.solution.encode(errors="replace").decode(), score))
+    return graded
 
 
-def _task_lines(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator[dict[str, Any]]:
+def _task_lines(proofs: Iterable[tuple[str, str, float]], each: int) -> Iterator[dict[str, Any]]:
     """Yield a JSONL line for each distinct proof, with up to `each` proofs per problem and score
     band. This limit keeps a verifier from learning to give most proofs the same score."""
     seen: set[str] = set()
@@ -81,8 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the JSONL file to write")
     parser.add_argument("--each", type=int, default=4, help="proofs of a problem and score (4)")
     options = parser.parse_args(arguments)
-    graded = (one for folder in options.evaluations for one in _graded(folder / "samples.jsonl"))
-    return write_lines(options.out, _task_lines(graded, options.each), "proofs to verify")
+    paths = (folder / "samples.jsonl" for folder in options.evaluations)
+    lines = (line for path in paths for line in read_records(path, _graded, "an evaluation"))
+    tasks = _task_lines(chain.from_iterable(lines), options.each)
+    return write_lines(options.out, tasks, "proofs to verify")
 
 
 if __name__ == "__main__":

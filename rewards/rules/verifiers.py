@@ -189,7 +189,8 @@ def verifier_for(spec: Mapping[str, Any], code: CodeConfig | None = None) -> Ver
     if kind == "answer":
         verify = _answer_verifier(spec)
     elif kind == "code":
-        verify = _code_verifier(spec, code or CodeConfig())
+        run = code_verifier(spec, code or CodeConfig())
+        return lambda text: {"correct": (verdict := run(text)).score, **verdict.parts}
     elif kind == "reasoning_gym":
         verify = reasoning_gym(spec)
     else:
@@ -210,16 +211,6 @@ def _answer_verifier(spec: Mapping[str, Any]) -> Verifier:
         raise ValueError("reward spec of kind 'answer' needs an `answer`, a text")
     same = _MATCHES[match](spec)
     return lambda text: float(same(text))
-
-
-def _code_verifier(spec: Mapping[str, Any], settings: CodeConfig) -> Verifier:
-    run = code_verifier(spec, settings)
-
-    def verify(text: str) -> Mapping[str, float]:
-        verdict = run(text)
-        return {**verdict.parts, "correct": verdict.score}
-
-    return verify
 
 
 def _exact_verifier(spec: Mapping[str, Any]) -> Callable[[str], bool]:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ import pytest
 from keel.commands import replay as module
 from keel.commands.cli import main
 from keel.commands.evaluate import _max_prompts_in_flight, _sample_prompts
-from keel.configs.schema import AlgorithmConfig, Config, DataConfig, FilterConfig, SourceConfig
+from keel.configs.load import load_config
 from keel.rl.metrics import Mean, Sum
 from keel.rl.types import Group, Prompt, ScoredGroup, StepResult, Trajectory
 from keel.trainer.prepare import prepare
@@ -24,7 +24,6 @@ from keel.trainer.run import checkpoint
 from keel.trainer.run.bad_batches import save_batch
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
-from tests.data.test_pass_rate_filter import scored as scored_with
 from tests.rl.rollouts import prompt, scored, segment, trajectory
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
@@ -116,7 +115,8 @@ def test_results_of_each_set_and_domain(fake: Fake, tmp_path: Path, capsys: Capt
     assert main(["eval", *words]) == 0
     report = results_of(tmp_path / "eval" / "base")["recipe"]
     heldout = prepare("quickstart", words[1:]).dataset.heldout
-    # By hand: groups of three and of one, the last completion late.
+    assert [size for _, size in fake.asked] == [3, 1] * 8
+    # By hand: the last completion of the group of one is late.
     passes = [int(p.prompt_id.rpartition("/")[2]) % 4 for p in heldout["spelling"]]
     spelling = report["spelling"]
     assert spelling["pass@1"] == pytest.approx(sum(passes) / 16)
@@ -201,70 +201,32 @@ def test_training_prompts_can_be_evaluated(fake: Fake, tmp_path: Path) -> None:
     assert not asked & {p.prompt_id for some in dataset.heldout.values() for p in some}
 
 
-CONFIG = Config(
-    data=DataConfig(sources=(SourceConfig(name="s", source="reasoning_gym", task="t", size=9),)),
-    algorithm=AlgorithmConfig(prompts_per_step=2, group_size=4),
-    filter=FilterConfig(samples=10),
-)
-
-
-class Engines:
-    def __init__(self) -> None:
-        self.asked: list[tuple[Prompt, int, Future[Group]]] = []
-        self.recorded: dict[str, Sequence[ScoredGroup]] = {}
-        self.stopped = False
-        self.scorer, self.pool = SimpleNamespace(submit=self.score), SimpleNamespace(steps=0)
-
-    def with_watchdog(self, stop: Callable[[], bool]) -> Callable[[], bool]:
-        return stop
-
-    def submit(self, prompt: Prompt, purpose: str, size: int) -> Future[Group]:
-        group = Group(prompt=prompt, trajectories=(), dropped=("",) * size)
-        self.asked.append((prompt, size, ready(group)))
-        return self.asked[-1][2]
-
-    def score(self, group: Group, purpose: str) -> Future[ScoredGroup]:
-        return ready(scored_with(group.prompt, 1, samples=len(group.dropped)))
-
-    def run(self, prompts: int) -> None:
-        runtime: Any = self
-        _sample_prompts(
-            runtime,
-            [prompt(f"p{i}") for i in range(prompts)],
-            CONFIG.filter.samples,
-            CONFIG,
-            record=lambda prompt, groups: self.recorded.update({prompt.prompt_id: groups}),
-            note=str,
-            stop=lambda: self.stopped,
-        )
-
-
-def test_completions_are_split_into_groups() -> None:
-    engines = Engines()
-    prompts = 2 * _max_prompts_in_flight(CONFIG, 10) + 1
-    engines.run(prompts)
-    assert [(p.prompt_id, size) for p, size, _ in engines.asked] == [
-        (f"p{i}", size) for i in range(prompts) for size in (4, 4, 2)
-    ]
-    assert set(engines.recorded) == {f"p{i}" for i in range(prompts)}
-    for groups in engines.recorded.values():
-        assert [len(group.parts_G) for group in groups] == [4, 4, 2]
-
-
 def test_stop_keeps_complete_prompts() -> None:
-    class Stops(Engines):
-        def submit(self, prompt: Prompt, purpose: str, size: int) -> Future[Group]:
-            if prompt.prompt_id == "p0":
-                return super().submit(prompt, purpose, size)
-            self.stopped = True
-            self.asked.append((prompt, size, Future()))
-            return self.asked[-1][2]
+    config = load_config("quickstart", ["algorithm.group_size=4"])
+    recorded: list[str] = []
+    unfinished: list[Future[Any]] = []
 
-    engines = Stops()
-    engines.run(99)
-    assert list(engines.recorded) == ["p0"]
-    assert len(engines.asked) == 3 * _max_prompts_in_flight(CONFIG, 10)
-    assert all(future.cancelled() for p, _, future in engines.asked if p.prompt_id != "p0")
+    class Stops(Fake):
+        def submit(self, prompt: Prompt, purpose: str, size: int) -> Future[Any]:
+            group = super().submit(prompt, purpose, size)
+            if prompt.prompt_id == "p/0":
+                return group
+            unfinished.append(Future())
+            return unfinished[-1]
+
+    engines: Any = Stops()
+    _sample_prompts(
+        engines,
+        [prompt(f"p/{n}") for n in range(99)],
+        10,
+        config,
+        record=lambda prompt, groups: recorded.append(prompt.prompt_id),
+        note=str,
+        stop=lambda: bool(unfinished),
+    )
+    assert recorded == ["p/0"]
+    assert len(engines.asked) == 3 * _max_prompts_in_flight(config, 10)
+    assert all(future.cancelled() for future in unfinished)
 
 
 SMALL = ("filter.samples=3",)

@@ -1,6 +1,9 @@
 """Results of evaluations, and statistics against independent values; resuming an evaluation."""
 
 import itertools
+import json
+import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,13 @@ from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
 from keel.data.eval_store import EvaluationFolder, SampledPrompt
 from keel.data.results import (
-    _compare_pass_rates,
     _contest_score,
     _count_submissions,
     _fewest_steps_at_k,
     _majority_at_k,
     _paired_difference,
     _pass_interval,
+    compare,
     format_results,
     results,
     scores_by_steps,
@@ -88,20 +91,21 @@ def test_fewest_turns() -> None:
     assert "fewest@4" in format_results(found)[0]
 
 
-def test_compared_by_domain() -> None:
-    def both(rate: float) -> list[SampledPrompt]:
-        of = [("a", 1.0), ("b", rate), ("b", rate), ("c", 0.0)]
-        return [asked(name, [{"correct": right}], 0, n) for n, (name, right) in enumerate(of)]
-
-    (sets,) = _compare_pass_rates(both(0), both(1)).values()
-    assert {name: (n, d.mean) for name, (n, d) in sets.items()} == {
-        "a": (1, 0),
-        "b": (2, 1),
-        "c": (1, 0),
-        "domain agents": (3, pytest.approx(2 / 3)),
-        "all": (4, 0.5),
-    }
-    assert sets.keys() == results(both(0), [1])["recipe"].keys()
+def test_compared_by_domain(tmp_path: Path) -> None:
+    for rate in (0, 1):
+        of = [("a", 1), ("b", rate), ("b", rate), ("c", 0)]
+        sets = [asked(name, [{"correct": right}], 0, n) for n, (name, right) in enumerate(of)]
+        (tmp_path / str(rate)).mkdir()
+        lines = "".join(json.dumps(asdict(one)) + "\n" for one in sets)
+        (tmp_path / str(rate) / "samples.jsonl").write_text(lines)
+    _, _, *table = compare(str(tmp_path / "0"), str(tmp_path / "1")).splitlines()
+    assert [re.split(r"\s{2,}", line)[:3] for line in table] == [
+        ["a", "1", "+0.000"],
+        ["b", "2", "+1.000"],
+        ["c", "1", "+0.000"],
+        ["domain agents", "3", "+0.667"],
+        ["all", "4", "+0.500"],
+    ]
 
 
 def test_wilson_interval() -> None:
