@@ -12,9 +12,9 @@ from typing import Any, Protocol, Self
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import AuthorConfig, SynthesisConfig
 from keel.synthesis.author import (
+    Author,
     AuthorLost,
     BudgetSpent,
-    EndpointAuthor,
     SynthesisBudget,
     gather_or_cancel,
 )
@@ -59,8 +59,8 @@ async def _synthesize(config: SynthesisConfig) -> int:
         budget = SynthesisBudget(config.budget, ledger.spent, ledger.used)
         async with AsyncExitStack() as stack:
 
-            def author_of(value: AuthorConfig) -> EndpointAuthor:
-                author = EndpointAuthor(value, budget)
+            def author_of(value: AuthorConfig) -> Author:
+                author = Author(value, budget)
                 stack.push_async_callback(author.close)
                 return author
 
@@ -100,7 +100,7 @@ def _task_settings(config: SynthesisConfig) -> dict[str, Any]:
 
 
 def _pipeline_of(
-    config: SynthesisConfig, folder: Path, author_of: Callable[[AuthorConfig], EndpointAuthor]
+    config: SynthesisConfig, folder: Path, author_of: Callable[[AuthorConfig], Author]
 ) -> _Pipeline:
     author = author_of(config.author)
     if config.family == "general":

@@ -9,7 +9,7 @@ import re
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import openai
 
@@ -62,21 +62,6 @@ class CallUsage:
         return self.prompt_tokens + self.completion_tokens
 
 
-class Author(Protocol):
-    """A model that writes, solves or checks tasks."""
-
-    name: str
-
-    async def ask(
-        self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
-    ) -> Parsed:
-        """Send a conversation and return the model's response. `purpose` is the category under
-        which its tokens are counted. A truncated response isn't `closed`. If the conversation
-        doesn't fit in the context window, the response is empty and not closed. Raises AuthorLost
-        if the model doesn't respond, and BudgetSpent if the call could go over the budget."""
-        ...
-
-
 class SynthesisBudget:
     """Tracks tokens and money spent or reserved for calls in flight. Each instance must be used
     from a single event loop."""
@@ -115,14 +100,14 @@ class SynthesisBudget:
         self._record(usage)
 
 
-class EndpointAuthor:
-    """A model served by one or more OpenAI-compatible servers. Each instance must be used from a
-    single event loop."""
+class Author:
+    """A model that writes, solves or checks tasks, served by one or more OpenAI-compatible servers.
+    Each instance must be used from a single event loop."""
 
     def __init__(self, config: AuthorConfig, budget: SynthesisBudget) -> None:
         self.name = config.model
         self._config, self._budget = config, budget
-        self._others: list[EndpointAuthor] = []
+        self._others: list[Author] = []
         self._pool = ServerPool(
             config.base_url,
             section="author",
@@ -135,6 +120,10 @@ class EndpointAuthor:
     async def ask(
         self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
     ) -> Parsed:
+        """Send a conversation and return the model's response. `purpose` is the category under
+        which its tokens are counted. A truncated response isn't `closed`. If the conversation
+        doesn't fit in the context window, the response is empty and not closed. Raises AuthorLost
+        if the model doesn't respond, and BudgetSpent if the call could go over the budget."""
         attempt, server = 0, None
         while True:
             async with self._pool.acquire(server) as server:
@@ -218,7 +207,7 @@ class EndpointAuthor:
             usd=(prompt * prices[0] + completion * prices[1]) / 1e6,
         )
 
-    def another(self, changes: Mapping[str, Any]) -> EndpointAuthor:
+    def another(self, changes: Mapping[str, Any]) -> Author:
         """Create an author with different settings. It shares this author's budget and is closed
         along with it. If its URL is different, it doesn't inherit the API key or the prices. Raises
         ValueError if the settings are invalid."""
@@ -227,7 +216,7 @@ class EndpointAuthor:
                 ("usd_per_million_prompt_tokens", "usd_per_million_completion_tokens"), 0.0
             )
             changes = {"api_key_env": "", **prices, **changes}
-        self._others.append(EndpointAuthor(replace(self._config, **changes), self._budget))
+        self._others.append(Author(replace(self._config, **changes), self._budget))
         return self._others[-1]
 
     async def close(self) -> None:
@@ -316,11 +305,9 @@ async def run_tool_loop(
 async def gather_or_cancel(*work: Coroutine[Any, Any, _T]) -> list[_T]:
     """Await all coroutines and return their results. If one raises, cancel the others to save
     tokens."""
-    tasks = [asyncio.ensure_future(one) for one in work]
     try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

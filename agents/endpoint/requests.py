@@ -35,10 +35,13 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.limit: FinishReason | None = limit
 
-    def body(self) -> dict[str, Any]:
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        fields = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": fields}
+    def body(self, *, anthropic: bool) -> dict[str, Any]:
+        fields: dict[str, Any] = {"message": self.message, "type": "invalid_request_error"}
+        if self.status >= 500:
+            fields["type"] = "api_error" if anthropic else "server_error"
+        if anthropic:
+            return {"type": "error", "error": fields}
+        return {"error": {**fields, "param": self.param, "code": self.code}}
 
 
 def invalid_field(param: str, message: str) -> ApiError:
@@ -292,53 +295,43 @@ class Reply:
 
 
 def completion(reply: Reply, model: str) -> dict[str, Any]:
-    message = _openai_message(reply.message)
-    choice = {
-        "index": 0,
-        "message": {**message, "refusal": None},
-        "logprobs": None,
-        "finish_reason": reply.finish_reason,
+    message = openai_message({**reply.message, "refusal": None})
+    if "tool_calls" in message:
+        message["content"] = message["content"] or None
+    choice = {"index": 0, "logprobs": None, "finish_reason": reply.finish_reason}
+    return {
+        "id": reply.reply_id,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model or MODEL,
+        "choices": [{**choice, "message": message}],
+        "usage": {
+            "prompt_tokens": reply.prompt_tokens,
+            "completion_tokens": reply.completion_tokens,
+            "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
+        },
     }
-    head = _head(reply, model, "chat.completion")
-    return {**head, "choices": [choice], "usage": _usage(reply)}
 
 
 def stream_events(reply: Reply, model: str, *, include_usage: bool) -> Iterator[bytes]:
-    head = _head(reply, model, "chat.completion.chunk")
+    chunk: dict[str, Any] = {**completion(reply, model), "object": "chat.completion.chunk"}
+    choice: dict[str, Any] = chunk["choices"][0]
+    usage = chunk.pop("usage")
     if include_usage:
-        head["usage"] = None
+        chunk["usage"] = None
 
-    def event(choices: list[dict[str, Any]], **fields: Any) -> bytes:
-        return b"data: " + json.dumps({**head, "choices": choices, **fields}).encode() + b"\n\n"
+    def event(**fields: Any) -> bytes:
+        return b"data: " + json.dumps({**chunk, **fields}).encode() + b"\n\n"
 
-    delta = _openai_message(reply.message)
+    delta: dict[str, Any] = choice.pop("message")
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
-    yield event([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
-    ended = reply.finish_reason
-    yield event([{"index": 0, "delta": {}, "logprobs": None, "finish_reason": ended}])
+    yield event(choices=[{**choice, "delta": delta, "finish_reason": None}])
+    yield event(choices=[{**choice, "delta": {}}])
     if include_usage:
-        yield event([], usage=_usage(reply))
+        yield event(choices=[], usage=usage)
     yield b"data: [DONE]\n\n"
-
-
-def _openai_message(message: Message) -> dict[str, Any]:
-    empty = None if message.get("tool_calls") else ""
-    return openai_message({**message, "content": message["content"] or empty})
-
-
-def _head(reply: Reply, model: str, kind: str) -> dict[str, Any]:
-    created = int(time.time())
-    return {"id": reply.reply_id, "object": kind, "created": created, "model": model or MODEL}
-
-
-def _usage(reply: Reply) -> dict[str, Any]:
-    return {
-        "prompt_tokens": reply.prompt_tokens,
-        "completion_tokens": reply.completion_tokens,
-        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
-    }
 
 
 # Anthropic's Messages API, converted from and to chat completions.
@@ -417,12 +410,6 @@ def anthropic_events(reply: Reply, model: str) -> Iterator[bytes]:
     ended = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
     yield _anthropic_event("message_delta", delta=ended, usage=whole["usage"])
     yield _anthropic_event("message_stop")
-
-
-def anthropic_error(refused: ApiError) -> dict[str, Any]:
-    kind: str = refused.body()["error"]["type"]
-    kind = "api_error" if kind == "server_error" else kind
-    return {"type": "error", "error": {"type": kind, "message": refused.message}}
 
 
 def _from_anthropic_message(at: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

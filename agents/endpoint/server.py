@@ -22,7 +22,6 @@ from keel.agents.endpoint.requests import (
     MODEL,
     ApiError,
     anthropic_answer,
-    anthropic_error,
     anthropic_events,
     completion,
     from_anthropic,
@@ -193,7 +192,7 @@ class Endpoint:
                 place.recorder.record_error(failure)
         finally:
             self._busy.pop(request.protocol, None)
-        body = anthropic_error(failure) if _is_anthropic(request) else failure.body()
+        body = failure.body(anthropic=_is_anthropic(request))
         return web.json_response(body, status=failure.status)
 
     async def _body_of(self, request: web.Request) -> bytes:

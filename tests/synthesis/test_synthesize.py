@@ -25,10 +25,10 @@ from keel.configs.load import load_as
 from keel.configs.synthesis import AuthorConfig, CostConfig, SynthesisConfig
 from keel.rl.turns import Malformed, Parsed, ToolCall, ToolSpec
 from keel.synthesis.author import (
+    Author,
     AuthorLost,
     BudgetSpent,
     CallUsage,
-    EndpointAuthor,
     SynthesisBudget,
     ToolLoopResult,
     run_tool_loop,
@@ -181,13 +181,13 @@ def endpoint() -> Iterator[Server]:
 
 def author_of(
     server: Server, limits: CostConfig | None = None, **knobs: Any
-) -> tuple[EndpointAuthor, list[CallUsage]]:
+) -> tuple[Author, list[CallUsage]]:
     config = AuthorConfig(base_url=server.url, model="m", **{"timeout_s": PATIENCE_S, **knobs})
     kept: list[CallUsage] = []
-    return EndpointAuthor(config, SynthesisBudget(limits or CostConfig(), [], kept.append)), kept
+    return Author(config, SynthesisBudget(limits or CostConfig(), [], kept.append)), kept
 
 
-def ask(author: EndpointAuthor, times: int = 1, **more: Any) -> list[Parsed | BaseException]:
+def ask(author: Author, times: int = 1, **more: Any) -> list[Parsed | BaseException]:
     async def all_of_them() -> list[Any]:
         try:
             work = (author.ask(ASK, purpose="test", **more) for _ in range(times))
