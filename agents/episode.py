@@ -1,6 +1,6 @@
 """Runs one episode: a policy acts in an environment until one of them ends it or a limit is
 reached. An episode is dropped, with a reason, if the environment is lost or cannot grade it. When a
-conversation fills its window, `ContextShortener` shortens the context as in DeepSeek-V3.2 (2025),
+conversation fills its window, `shorten_context` shortens the context as in DeepSeek-V3.2 (2025),
 section 4.4. The opening messages are always kept, and a tool call is kept or removed together with
 its results."""
 
@@ -21,7 +21,6 @@ from keel.agents.types import (
     EnvironmentLost,
     NodeLost,
     Opening,
-    SystemPrompt,
     ToolResult,
 )
 from keel.configs.system_prompts import with_system
@@ -57,6 +56,12 @@ class Budget:
     call_s: float = 60.0
     calls: float = inf
     """Maximum number of tool calls. Further calls return an error."""
+    context: Literal["none", "summary", "discard-75", "discard-all"] = "none"
+    """How to shorten a context that is nearly full."""
+    max_rewrites: int = 0
+    """Maximum number of times to shorten it, or 0 for no limit. After that, the trajectory ends
+    when its window is full."""
+    summary_tokens: int = 1024
 
     @property
     def characters(self) -> int:
@@ -72,6 +77,9 @@ class Budget:
         if calls < self.calls:
             return ""
         return f"Not run: the limit of {self.calls} tool calls is reached."
+
+    def fits_summary(self, tokens: int) -> bool:
+        return tokens + self.summary_tokens <= self.window
 
     def remaining_s(self, usage: Usage) -> float:
         return self.timeout_s - usage.sampling_s - usage.tools_s
@@ -118,8 +126,8 @@ class EpisodeSettings:
     of the earlier ones were lost."""
     chat: Chat
     budget: Budget
-    shortener: ContextShortener
-    system_prompt: SystemPrompt | None = None
+    system_prompt: Callable[[Sequence[str]], str] | None = None
+    """Returns the system prompt for the given tool names, or "" for no system prompt."""
     program: AgentProgram | None = None
     """The agent program that requests the policy's turns, or None without one."""
     crash_is_failure: Collection[str] = ()
@@ -267,7 +275,7 @@ class Episode:
         if room < 1:
             return nearest
         request = conversation.request(
-            max_tokens=min(room, self.settings.shortener.summary_tokens) if is_summary else room,
+            max_tokens=min(room, self.budget.summary_tokens) if is_summary else room,
             seed=self.seed,
             timeout_s=self.budget.remaining_s(self.usage),
         )
@@ -316,15 +324,15 @@ class Episode:
     async def _shorten_context(self, conversation: Conversation) -> FinishReason | None:
         """Shorten the context if it is nearly full. Returns why the episode ended, or None if it
         continues."""
-        shortener, tokens = self.settings.shortener, len(conversation.ids)
-        messages = shortener.shorten(
-            conversation.opening, conversation.context, tokens=tokens, rewrites=self.usage.rewrites
+        budget, tokens, rewrites = self.budget, len(conversation.ids), self.usage.rewrites
+        messages = shorten_context(
+            budget, conversation.opening, conversation.context, tokens=tokens, rewrites=rewrites
         )
         if messages is None:
             return None
         self.usage = self.usage.plus(rewrites=1)
-        if shortener.method == "summary":
-            if not shortener.fits_summary(tokens):
+        if budget.context == "summary":
+            if not budget.fits_summary(tokens):
                 conversation.rewrite(messages)
             conversation.ask(ASK_FOR_SUMMARY)
             turn = await self._sample_turn(conversation, is_summary=True)
@@ -340,7 +348,6 @@ class Episode:
 
 _FULL = 0.8
 """The context is rewritten once it fills this fraction of the window."""
-_Method = Literal["none", "summary", "discard-75", "discard-all"]
 _SHARES = {"summary": 0.75, "discard-75": 0.75, "discard-all": 1.0}
 """The fraction of tool calls that each method removes from the context."""
 
@@ -352,40 +359,31 @@ ASK_FOR_SUMMARY = (
 SUMMARY = "What was done so far, in your own words:\n\n"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextShortener:
-    """Decides when and how to shorten a context. It is stateless."""
-
-    method: _Method
-    window: int
-    most: int
-    """Maximum number of rewrites, or 0 for no limit. After the last one, the trajectory ends when
-    its window is full."""
-    summary_tokens: int = 1024
-
-    def fits_summary(self, tokens: int) -> bool:
-        return tokens + self.summary_tokens <= self.window
-
-    def shorten(
-        self, opening: Sequence[Message], context: Sequence[Message], *, tokens: int, rewrites: int
-    ) -> tuple[Message, ...] | None:
-        """Shorten the `context`, which is `tokens` tokens long, before the next turn. Returns
-        None if it still fits or nothing can be removed. With the method `summary`, the result is
-        used only if the policy's summary is empty or the context has no room for one."""
-        spent = 0 < self.most <= rewrites
-        if self.method == "none" or spent or tokens < _FULL * self.window:
-            return None
-        steps: list[list[Message]] = []  # an assistant message with its results, or another message
-        for message in context[len(opening) :]:
-            if message["role"] == "tool" and steps and steps[-1][0]["role"] == "assistant":
-                steps[-1].append(message)
-            else:
-                steps.append([message])
-        calls = [i for i, step in enumerate(steps) if step[0].get("tool_calls")]
-        if calls:
-            removed = set(calls[: ceil(len(calls) * _SHARES[self.method])])
-            rest = (m for i, step in enumerate(steps) if i not in removed for m in step)
-            return (*opening, *rest)
-        if self.method == "summary" and steps and self.fits_summary(tokens):
-            return tuple(context)
+def shorten_context(
+    budget: Budget,
+    opening: Sequence[Message],
+    context: Sequence[Message],
+    *,
+    tokens: int,
+    rewrites: int,
+) -> tuple[Message, ...] | None:
+    """Shorten the `context`, which is `tokens` tokens long, before the next turn. Returns None if
+    it still fits or nothing can be removed. With the method `summary`, the result is used only if
+    the policy's summary is empty or the context has no room for one."""
+    spent = 0 < budget.max_rewrites <= rewrites
+    if budget.context == "none" or spent or tokens < _FULL * budget.window:
         return None
+    steps: list[list[Message]] = []  # an assistant message with its results, or another message
+    for message in context[len(opening) :]:
+        if message["role"] == "tool" and steps and steps[-1][0]["role"] == "assistant":
+            steps[-1].append(message)
+        else:
+            steps.append([message])
+    calls = [i for i, step in enumerate(steps) if step[0].get("tool_calls")]
+    if calls:
+        removed = set(calls[: ceil(len(calls) * _SHARES[budget.context])])
+        rest = (m for i, step in enumerate(steps) if i not in removed for m in step)
+        return (*opening, *rest)
+    if budget.context == "summary" and steps and budget.fits_summary(tokens):
+        return tuple(context)
+    return None

@@ -15,8 +15,7 @@ from keel.agents.env_process.launch import (
     launch,
     with_deadline,
 )
-from keel.agents.schemas import ArgumentValidator
-from keel.agents.types import EnvironmentLost, Fault, Opening, ToolResult
+from keel.agents.types import ArgumentValidator, EnvironmentLost, Fault, Opening, ToolResult
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rl.types import Prompt, Verdict
 

@@ -12,14 +12,9 @@ from keel.agents.endpoint.program import ProgramEpisode
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.env_process.client import ForkServerClient, ProcessEnvironment
 from keel.agents.env_process.launch import AgentProgram, EnvironmentProgram
-from keel.agents.episode import Budget, ContextShortener, EpisodeSettings
+from keel.agents.episode import Budget, EpisodeSettings
 from keel.agents.mcp_client import McpEnvironment, McpServer
-from keel.agents.types import (
-    Environment,
-    EnvironmentLost,
-    Opening,
-    SystemPrompt,
-)
+from keel.agents.types import Environment, EnvironmentLost, Opening
 from keel.configs.system_prompts import with_system
 from keel.rl.turns import Chat, TurnRequest, TurnResult
 from keel.rl.types import ENVIRONMENT, Prompt, Verdict
@@ -35,7 +30,7 @@ async def try_environment(
     chat: Chat,
     window: int,
     thinking: bool,
-    prompt: SystemPrompt = lambda _: "",
+    prompt: Callable[[Sequence[str]], str] = lambda _: "",
 ) -> tuple[str, Collection[str] | None]:
     """Open an episode for `task`, request a verdict and close it again. Returns a description of
     the episode and the names of the verdict's parts. If there is no verdict, which the environment
@@ -87,7 +82,8 @@ async def try_environment(
     if problem:
         raise ValueError(f"environment {name}: {problem}")
     try:
-        tokens = _count_tokens(opening, chat, window, thinking, prompt)
+        system = prompt([tool.name for tool in opening.tools])
+        tokens = _count_tokens(opening, chat, window, thinking, system)
     except ValueError as error:
         message = f"environment {name}: the opening of task {task.prompt_id} {error}"
         raise ValueError(message) from error
@@ -106,10 +102,8 @@ async def try_environment(
     return note, None
 
 
-def _count_tokens(
-    opening: Opening, chat: Chat, window: int, thinking: bool, prompt: SystemPrompt
-) -> int:
-    messages = with_system(prompt([tool.name for tool in opening.tools]), opening.messages)
+def _count_tokens(opening: Opening, chat: Chat, window: int, thinking: bool, system: str) -> int:
+    messages = with_system(system, opening.messages)
     if opening.messages[-1]["role"] == "assistant":
         raise ValueError("ends with an assistant message. End it with a user message")
     try:
@@ -139,7 +133,7 @@ async def try_program(
     chat: Chat,
     turn_ids: Callable[[str], Sequence[int]],
     budget: Budget,
-    prompt: SystemPrompt,
+    prompt: Callable[[Sequence[str]], str],
 ) -> str:
     """Run a program for one episode, with a scripted model standing in for the policy, and return a
     description of what happened. Raises ValueError if the program fails to start or never requests
@@ -166,7 +160,6 @@ async def try_program(
                 environment=lambda _: environment(),
                 chat=chat,
                 budget=replace(budget, turns=turns, timeout_s=timeout_s),
-                shortener=ContextShortener(method="none", window=budget.window, most=0),
                 system_prompt=prompt,
                 program=program,
             ),

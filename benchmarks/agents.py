@@ -31,7 +31,7 @@ import ray
 import torch
 
 from benchmarks.common import arguments, run_facts
-from keel.agents.episode import Budget, ContextShortener, EpisodeSettings
+from keel.agents.episode import Budget, EpisodeSettings
 from keel.agents.runner import EpisodeRunner
 from keel.agents.types import Opening, ToolResult
 from keel.configs.schema import RolloutConfig, SamplingConfig, TinyModelConfig
@@ -253,7 +253,6 @@ def main() -> None:
                 tokens=TURNS * TURN_TOKENS,
                 window=CONTEXT,
             ),
-            shortener=ContextShortener(method="none", window=CONTEXT, most=0),
         )
         runner = EpisodeRunner(
             {"look": kind},

@@ -13,8 +13,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import openai
 
-from keel.agents.schemas import ArgumentValidator
-from keel.agents.types import ToolResult
+from keel.agents.types import ArgumentValidator, ToolResult
 from keel.configs.synthesis import AuthorConfig, CostConfig
 from keel.rewards.judge.prompts import BadReply
 from keel.rewards.judge.servers import Server, ServerPool

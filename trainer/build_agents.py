@@ -3,7 +3,7 @@
 import asyncio
 import math
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -19,7 +19,7 @@ from keel.agents.env_process.launch import (
     EnvSandbox,
 )
 from keel.agents.environments.interpreter import CELL_S, ENDING_S, split_call_time
-from keel.agents.episode import POLICY_PHASES, Budget, ContextShortener, EpisodeSettings
+from keel.agents.episode import POLICY_PHASES, Budget, EpisodeSettings
 from keel.agents.mcp_client import McpEnvironment, McpServer
 from keel.agents.probe import try_environment, try_program
 from keel.agents.runner import (
@@ -29,7 +29,7 @@ from keel.agents.runner import (
     environment_seed,
     raise_file_limit,
 )
-from keel.agents.types import Environment, NoEnvironment, SystemPrompt
+from keel.agents.types import Environment, NoEnvironment
 from keel.configs.paths import data_path
 from keel.configs.schema import Config, ConfigError, SourceConfig
 from keel.configs.sections.model import TINY_MODEL
@@ -218,7 +218,7 @@ def episode_runner(
     arguments are the source's name, a function that creates the environment on this machine, and
     whether it has to be on this machine. `count_nodes` returns the number of nodes that run
     environments. Raises ConfigError if an environment is invalid."""
-    agents, starting = config.agents, asyncio.Semaphore(MAX_STARTING)
+    starting = asyncio.Semaphore(MAX_STARTING)
     closing: list[Callable[[], Awaitable[None]]] = []
 
     def settings(source: SourceConfig) -> EpisodeSettings:
@@ -237,12 +237,6 @@ def episode_runner(
             chat=own_chat,
             environment=environment,
             budget=budget(config, source),
-            shortener=ContextShortener(
-                method=agents.context,
-                window=config.budget(source.domain_name).window,
-                most=agents.max_rewrites,
-                summary_tokens=agents.summary_tokens,
-            ),
             system_prompt=_system_prompt_of(config, source),
             program=_agent_program(config, source),
             crash_is_failure=_CRASHES[source.environment.on_crash],
@@ -268,6 +262,9 @@ def budget(config: Config, source: SourceConfig) -> Budget:
         timeout_s=config.rollout.timeout_s,
         call_s=limits.call_s,
         calls=config.agents.max_thinking_calls if config.calls_in_thinking(source) else math.inf,
+        context=config.agents.context,
+        max_rewrites=config.agents.max_rewrites,
+        summary_tokens=config.agents.summary_tokens,
     )
 
 
@@ -292,7 +289,7 @@ def environment_factory(
     return partial(ProcessEnvironment, spec, starting=starting, fork_server=server)
 
 
-def _system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
+def _system_prompt_of(config: Config, source: SourceConfig) -> Callable[[Sequence[str]], str]:
     arguments = source.environment.arguments
     cell_s, ending_s = (
         local if isinstance(local := arguments.get(name), int | float) else default

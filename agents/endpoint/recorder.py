@@ -28,7 +28,7 @@ from keel.agents.endpoint.requests import (
     invalid_field,
 )
 from keel.agents.episode import CHARACTERS_PER_TOKEN, Budget, add_turn
-from keel.agents.schemas import ArgumentValidator
+from keel.agents.types import ArgumentValidator
 from keel.rl import strict_json
 from keel.rl.turns import (
     USER_ROLES,

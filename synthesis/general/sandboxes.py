@@ -11,8 +11,7 @@ from typing import Any, Self
 from keel.agents.env_process.client import ForkServerClient, ProcessEnvironment
 from keel.agents.env_process.launch import EnvironmentProgram, EnvSandbox
 from keel.agents.environments.general.workshop import MAX_SOLUTIONS, MAX_VERDICTS
-from keel.agents.schemas import ArgumentValidator
-from keel.agents.types import EnvironmentLost, Opening
+from keel.agents.types import ArgumentValidator, EnvironmentLost, Opening
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import GeneralConfig
 from keel.rewards.sandbox.bubblewrap import IsolationError

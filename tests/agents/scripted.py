@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from keel.agents.episode import Budget, ContextShortener, Episode, EpisodeSettings
+from keel.agents.episode import Budget, Episode, EpisodeSettings
 from keel.agents.types import (
     Environment,
     EnvironmentLost,
@@ -180,7 +180,6 @@ TASK = Prompt(
     thinking=False,
 )
 BUDGET = Budget(turns=8, turn_tokens=64, tokens=400, window=600)
-NO_CONTEXT = ContextShortener(method="none", window=600, most=0)
 
 
 def play(
@@ -188,7 +187,6 @@ def play(
     environment: Environment,
     *,
     budget: Budget = BUDGET,
-    context: ContextShortener = NO_CONTEXT,
     thinking: bool = False,
     form: TemplateChat | None = None,
     crash_is_failure: Collection[str] = (),
@@ -198,7 +196,6 @@ def play(
             environment=lambda _: environment,
             chat=form or CHAT,
             budget=budget,
-            shortener=context,
             crash_is_failure=crash_is_failure,
         ),
         task=replace(TASK, thinking=thinking),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.agents.episode import ContextShortener, EpisodeSettings, _Method
+from keel.agents.episode import Budget, EpisodeSettings, shorten_context
 from keel.agents.runner import EpisodeRunner
 from keel.agents.types import NodeLost, ToolResult
 from keel.model.tiny.tokenizer import build_tokenizer
@@ -19,7 +19,7 @@ from keel.rl.turns import Message, ToolCall, TurnRequest, TurnResult
 from keel.rl.types import Purpose, Trajectory, Verdict
 from keel.rollout.chat.chat import TemplateChat
 from tests.agents.endpoint.kit import check_law
-from tests.agents.scripted import BUDGET, CHAT, END, NO_CONTEXT, TASK, Policy, Sums, play
+from tests.agents.scripted import BUDGET, CHAT, END, TASK, Policy, Sums, play
 from tests.waiting import PATIENCE_S, wait_for
 
 
@@ -139,7 +139,7 @@ def test_oversized_text_is_cut_before_tokenization(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("method", "window"), [("discard-all", 260), ("discard-75", 260), ("summary", 900)]
 )
-def test_full_context_is_rewritten(method: _Method, window: int) -> None:
+def test_full_context_is_rewritten(method: Any, window: int) -> None:
     turns = window // 20
 
     def script(context: str, turn: int) -> str:
@@ -149,9 +149,9 @@ def test_full_context_is_rewritten(method: _Method, window: int) -> None:
         return "42" if turn >= turns else f"@add {turn % 50}, 2"
 
     policy, sums = Policy(script), Sums(words=4)
-    context = ContextShortener(method=method, window=window, most=9, summary_tokens=window // 3)
-    budget = replace(BUDGET, turns=turns + 9, tokens=10_000, window=window)
-    trajectory = completed(play(policy, sums, budget=budget, context=context))
+    limits = {"turns": turns + 9, "tokens": 10_000, "window": window}
+    how = {"context": method, "max_rewrites": 9, "summary_tokens": window // 3}
+    trajectory = completed(play(policy, sums, budget=replace(BUDGET, **limits, **how)))
     assert trajectory.finish_reason == "stop" and len(trajectory.segments) > 1
     assert trajectory.usage is not None and trajectory.usage.rewrites >= 1
     assert all(len(r.token_ids_T) < window for r in policy.requests)
@@ -203,11 +203,7 @@ def running(
 ) -> Iterator[EpisodeRunner]:
     """turns: a policy, or a `SubmitTurn`."""
     with EpisodeRunner(
-        {
-            "sums": EpisodeSettings(
-                environment=factory or Factory(), chat=CHAT, budget=BUDGET, shortener=NO_CONTEXT
-            )
-        },
+        {"sums": EpisodeSettings(environment=factory or Factory(), chat=CHAT, budget=BUDGET)},
         submit_turn=turns.submit if isinstance(turns, Policy) else turns,
         seed=1,
         most_open=most_open,
@@ -331,14 +327,12 @@ def talk(number: int) -> list[Message]:
     ]
 
 
-def manager(method: Any, **options: Any) -> ContextShortener:
-    return ContextShortener(
-        **{"method": method, "window": 100, "most": 3, "summary_tokens": 10} | options
-    )
+def budget_of(method: Any, most: int = 3) -> Budget:
+    return replace(BUDGET, context=method, window=100, max_rewrites=most, summary_tokens=10)
 
 
-def rewrite(method: str, view: list[Message], tokens: int = 85) -> Any:
-    return manager(method).shorten(OPENING, view, tokens=tokens, rewrites=0)
+def rewrite(method: str, view: list[Message], tokens: int = 85, rewrites: int = 0) -> Any:
+    return shorten_context(budget_of(method), OPENING, view, tokens=tokens, rewrites=rewrites)
 
 
 def test_rewrite_is_due_from_80_percent() -> None:
@@ -346,7 +340,7 @@ def test_rewrite_is_due_from_80_percent() -> None:
     for method in METHODS:
         due = [tokens for tokens in range(100) if rewrite(method, view, tokens)]
         assert due == ([] if method == "none" else list(range(80, 100)))
-        assert not manager(method).shorten(OPENING, view, tokens=99, rewrites=3)
+        assert not rewrite(method, view, 99, rewrites=3)
 
 
 def test_discard_removes_the_oldest_calls() -> None:
@@ -360,7 +354,7 @@ def test_summary_is_asked_for_where_it_fits() -> None:
     view, plain = [*OPENING, *step(0, 1), *step(1, 1)], [*OPENING, *talk(0)]
     for tokens in (90, 91):
         assert rewrite("summary", view, tokens) == (*OPENING,)
-        assert manager("summary").fits_summary(tokens) == (tokens == 90)
+        assert budget_of("summary").fits_summary(tokens) == (tokens == 90)
     assert rewrite("summary", plain, 90) == (*plain,)
     assert rewrite("summary", plain, 91) is None
 
@@ -370,7 +364,7 @@ def test_summary_is_asked_for_where_it_fits() -> None:
 def test_endless_policy_ends_with_calls_intact(
     method: str, data: st.DataObject, opening: int, most: int
 ) -> None:
-    context = manager(method, most=most)
+    budget = budget_of(method, most)
     lengths = st.integers(0, 60)
     size = {id(message): 1 for message in OPENING} | {id(OPENING[-1]): opening}
     view = list(OPENING)
@@ -387,15 +381,15 @@ def test_endless_policy_ends_with_calls_intact(
         assert messages[-1]["role"] in ("user", "tool"), "the policy can speak"
         return list(messages)
 
-    while tokens() < context.window:
+    while tokens() < budget.window:
         assert turns <= 100 * (most + 1) + 1, "each turn takes a token, each rewrite counts"
-        messages = context.shorten(OPENING, view, tokens=tokens(), rewrites=rewrites)
+        messages = shorten_context(budget, OPENING, view, tokens=tokens(), rewrites=rewrites)
         if messages is not None:
             if method == "summary":
-                view = view if context.fits_summary(tokens()) else check(messages)
+                view = view if budget.fits_summary(tokens()) else check(messages)
                 messages = (*OPENING, {"role": "user", "content": "a summary"})
                 size[id(messages[-1])] = data.draw(st.integers(1, 10))
-            assert tokens() >= 0.8 * context.window or method == "summary"
+            assert tokens() >= 0.8 * budget.window or method == "summary"
             shorter = check(messages)
             assert method == "summary" or len(shorter) < len(view)
             view = shorter

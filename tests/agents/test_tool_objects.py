@@ -24,7 +24,7 @@ from keel.agents.env_runtime.tool_objects import (
     bind_arguments,
     verdict_fields,
 )
-from keel.agents.schemas import ArgumentValidator
+from keel.agents.types import ArgumentValidator
 from keel.rl.turns import ToolCall, ToolSpec
 from keel.rl.types import Verdict
 from tests.agents.episodes import HERE, TASK, asynchronous, episode, program, use

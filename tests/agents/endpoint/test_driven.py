@@ -37,7 +37,7 @@ from tests.agents.endpoint import kit
 from tests.agents.endpoint.kit import check_law, recorder_of
 from tests.agents.episodes import alive, asynchronous, held, more, run
 from tests.agents.sandboxes import wrap_of
-from tests.agents.scripted import ADD, BUDGET, CHAT, NO_CONTEXT, Policy, Sums
+from tests.agents.scripted import ADD, BUDGET, CHAT, Policy, Sums
 from tests.waiting import LIMITS_S, PATIENCE_S, wait_for, within_some
 
 pytestmark = pytest.mark.e2e
@@ -125,7 +125,6 @@ def running(
                     environment=lambda _: environment(),
                     chat=CHAT,
                     budget=replace(BUDGET, turns=4, timeout_s=seconds),
-                    shortener=NO_CONTEXT,
                     program=AgentProgram(
                         command=[sys.executable, "-S", "-c", ASK + code] if code else ["no-agent"],
                         **{"open_s": PATIENCE_S, **settings},
