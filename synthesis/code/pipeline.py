@@ -15,8 +15,7 @@ import asyncio
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -91,13 +90,19 @@ class CodePipeline:
         await asyncio.to_thread(_check_leaks, candidate, built, prefix, config.most_revealed)
         instance = instance_of(candidate, built, config.tests_s)
         async with self._sandboxes.workshop(instance, candidate) as environment:
-            outcomes = await self._measured(environment)
+            groups, runs = await self._measured(environment)
         marks = await _judge(candidate, self._author, config.least_judged) if config.judge else {}
-        instance |= {"f2p": outcomes.f2p, "p2p": outcomes.p2p, "canary": outcomes.canary}
-        if not outcomes.inside:  # a fixture of the file interferes
+        outcomes = {
+            "f2p": groups["f2p"],
+            "p2p": groups["p2p"],
+            "canary": all(run["canary"] == "as wanted" for run in runs),
+        }
+        instance |= outcomes
+        if not all(run["inside"] for run in runs):  # a fixture of the file interferes
             instance["canary_at"] = []
         # Code that never ends should score 0 soon.
-        instance["tests_s"] = min(config.tests_s, _LEAST_S + _SLOWER * outcomes.seconds)
+        seconds = max(run["seconds"] for run in runs)
+        instance["tests_s"] = min(config.tests_s, _LEAST_S + _SLOWER * seconds)
         reward = self._sandboxes.sealed(key, instance)
         try:
             await self._check_gold_patch(candidate, reward)
@@ -116,10 +121,8 @@ class CodePipeline:
             "setup": built.setup,
             "test": built.test,
             "prefix": built.name,
-            "f2p": outcomes.f2p,
-            "p2p": outcomes.p2p,
-            "flaky": outcomes.flaky,
-            "canary": outcomes.canary,
+            **outcomes,
+            "flaky": groups["flaky"],
             "marks": marks,
             "reward": reward,
         }
@@ -128,23 +131,25 @@ class CodePipeline:
         self._lines[key] = _line_of(kept)
         self._write_lines()
 
-    async def _measured(self, environment: ProcessEnvironment) -> _Outcomes:
+    async def _measured(
+        self, environment: ProcessEnvironment
+    ) -> tuple[dict[str, list[str]], list[_Results]]:
+        """Run the tests several times, without and with the gold patch. Returns the tests grouped
+        by outcome, and the results of all runs."""
         within_s = self._config.tests_s + AROUND_S
         if where := (await call_workshop(environment, "copies", AROUND_S))["where"]:
             raise Rejected("future", str(where))
-        before: list[Mapping[str, Any]] = []
-        after: list[Mapping[str, Any]] = []
-        while True:
+        before, after = list[_Results](), list[_Results]()
+        groups: dict[str, list[str]] = {}
+        for _ in range(self._config.runs):
             before.append(await call_workshop(environment, "tests", within_s, gold=False))
             after.append(await call_workshop(environment, "tests", within_s, gold=True))
-            outcomes = _outcomes_of(before, after)
-            if not outcomes.f2p:
+            groups = _group_tests(before, after)
+            if not groups["f2p"]:
                 raise Rejected("F2P", "no test that fails before passes after")
-            if len(before) >= self._config.runs:
-                break
-        if outcomes.p2f:
-            raise Rejected("P2F", f"{len(outcomes.p2f)} tests pass before and not after")
-        return outcomes
+        if broken := groups["p2f"]:
+            raise Rejected("P2F", f"{len(broken)} tests pass before and not after")
+        return groups, [*before, *after]
 
     async def _check_gold_patch(self, candidate: Candidate, reward: Mapping[str, Any]) -> None:
         """Check that the gold patch scores 1 when applied with the policy's own tools."""
@@ -152,9 +157,8 @@ class CodePipeline:
             for call in _calls_of(candidate):
                 reply = await environment.call(call, timeout_s=AROUND_S)
                 if reply.failed or "[exit status" in reply.text[-40:]:
-                    raise Rejected(
-                        "verdict", f"the gold patch cannot be applied: {reply.text[:200]}"
-                    )
+                    reason = f"the gold patch cannot be applied: {reply.text[:200]}"
+                    raise Rejected("verdict", reason)
             try:
                 judged = await environment.verdict((), "stop")
             except EnvironmentLost as error:
@@ -170,17 +174,17 @@ class CodePipeline:
             write_atomically(self._folder / _TASKS, lines.encode())
 
 
-def _calls_of(candidate: Candidate) -> list[ToolCall]:
-    calls: list[tuple[str, dict[str, Any]]] = []
+def _calls_of(candidate: Candidate) -> Iterator[ToolCall]:
+    def call(name: str, **arguments: str) -> ToolCall:
+        return ToolCall(call_id="1", name=name, arguments=arguments)
+
     for path, entry in candidate.gold.items():
         if path in candidate.base:
-            calls.append(("bash", {"command": f"rm -rf -- {shlex.quote(path)}"}))
-        if entry is None:
-            continue
-        calls.append(("edit", {"path": path, "old": "", "new": entry[1].decode()}))
-        if entry[0] == "x":
-            calls.append(("bash", {"command": f"chmod +x -- {shlex.quote(path)}"}))
-    return [ToolCall(call_id="1", name=name, arguments=value) for name, value in calls]
+            yield call("bash", command=f"rm -rf -- {shlex.quote(path)}")
+        if entry is not None:
+            yield call("edit", path=path, old="", new=entry[1].decode())
+            if entry[0] == "x":
+                yield call("bash", command=f"chmod +x -- {shlex.quote(path)}")
 
 
 def _line_of(instance: Mapping[str, Any]) -> str:
@@ -192,27 +196,11 @@ _Results = Mapping[str, Any]
 """The results of one test run, as in `keel.agents.environments.code.environment`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcomes:
-    """Tests grouped by their outcome before and after the change, such as fail-to-pass (`f2p`). A
+def _group_tests(before: Sequence[_Results], after: Sequence[_Results]) -> dict[str, list[str]]:
+    """Group tests by their outcome before and after the change, such as fail-to-pass (`f2p`). A
     test missing from a run counts as failed."""
-
-    f2p: list[str]
-    p2p: list[str]
-    p2f: list[str]
-    flaky: list[str]
-    canary: bool
-    """True if the canary tests had the expected results in every run."""
-    inside: bool
-    """True if the canary tests inside hidden test files had the expected results in every run."""
-    seconds: float
-
-
-def _outcomes_of(before: Sequence[_Results], after: Sequence[_Results]) -> _Outcomes:
-    runs = (*before, *after)
-    names = sorted({name for run in runs for name in run["tests"]})
     groups: dict[str, list[str]] = {"f2p": [], "p2p": [], "p2f": [], "flaky": []}
-    for name in names:
+    for name in sorted({name for run in (*before, *after) for name in run["tests"]}):
         first = {run["tests"].get(name) == "passed" for run in before}
         then = {run["tests"].get(name) == "passed" for run in after}
         if len(first) > 1 or len(then) > 1:
@@ -221,12 +209,7 @@ def _outcomes_of(before: Sequence[_Results], after: Sequence[_Results]) -> _Outc
             groups["p2p" if then == {True} else "p2f"].append(name)
         elif then == {True}:
             groups["f2p"].append(name)
-    return _Outcomes(
-        **groups,
-        canary=all(run["canary"] == "as wanted" for run in runs),
-        inside=all(run["inside"] for run in runs),
-        seconds=max(run["seconds"] for run in runs),
-    )
+    return groups
 
 
 _MIN_LINE = 12

@@ -11,7 +11,6 @@ import json
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Self
@@ -45,11 +44,8 @@ from keel.synthesis.search.question import (
 
 
 def _rubric_of(task: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "kind": "rubric",
-        "criteria": task["criteria"],
-        **({"reference": task["reference"]} if "reference" in task else {}),
-    }
+    fields = {name: task[name] for name in ("criteria", "reference") if name in task}
+    return {"kind": "rubric", **fields}
 
 
 class SearchPipeline:
@@ -148,7 +144,7 @@ class SearchPipeline:
             "environment": {"evidence": draft.documents},
             "provenance": {
                 "answer": draft.answer,
-                "evidence": [asdict(one) for one in draft.evidence],
+                "evidence": draft.evidence,
                 "wrong_answers": wrong,
                 "passes": self._config.passes,
                 "entity": entity,

@@ -40,12 +40,7 @@ from keel.rewards.language import detect_language
 from keel.rewards.rules.verifiers import verifier_for
 from keel.rewards.text import answer_in, outside_think
 from keel.rl.turns import ToolCall, ToolSpec
-from keel.synthesis.author import (
-    Author,
-    ToolLoopResult,
-    gather_or_cancel,
-    run_tool_loop,
-)
+from keel.synthesis.author import Author, ToolLoopResult, gather_or_cancel, run_tool_loop
 from keel.synthesis.ledger import Rejected
 
 _GUARD = (
@@ -157,31 +152,22 @@ that state it. One of the quotes has to contain the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Evidence:
-    claim: str
-    document: str
-    quote: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Draft:
     text: str
     answer: str
     also: tuple[str, ...]
-    evidence: tuple[_Evidence, ...]
+    evidence: tuple[Mapping[str, str], ...]
+    """Each fact as a `claim`, with the `document` and the `quote` that states it."""
 
     @property
     def documents(self) -> list[str]:
-        return list(dict.fromkeys(one.document for one in self.evidence))
+        return list(dict.fromkeys(one["document"] for one in self.evidence))
 
     @property
     def spellings(self) -> list[str]:
         """All correct spellings of the answer, without duplicates, starting with the answer
         itself."""
-        result: dict[str, str] = {}
-        for one in (self.answer, *self.also):
-            result.setdefault(_normalize_answer(one), one)
-        return list(result.values())
+        return _distinct([self.answer, *self.also])
 
 
 _SUBMIT = ToolSpec(
@@ -220,13 +206,12 @@ async def write_draft(
             answer=" ".join(value["answer"].split()),
             also=tuple(" ".join(one.split()) for one in value["other_spellings"]),
             evidence=tuple(
-                _Evidence(claim=one["claim"], document=one["document"].strip(), quote=one["quote"])
-                for one in value["evidence"]
+                {**one, "document": one["document"].strip()} for one in value["evidence"]
             ),
         )
         _check_evidence(draft, search, config)
         if isinstance(workspace.library, SearchIndex):  # others do not know which terms are rare
-            _check_chain(draft.evidence, search, workspace.library)
+            _check_chain(draft, search, workspace.library)
         _check_answer(draft, workspace.library, depth=config.depth)
         best, likely = detect_language(draft.text)
         if best != language and likely.get(language, 0.0) < _UNLIKELY:
@@ -250,13 +235,14 @@ _NUMBER = re.compile(r"[-+−]?(?:0|[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*)(?:\.\d*[1-
 """Matches numbers that are compared by value. `3.10`, `007` and `192.168.0.1` count as names."""
 _SIGNS = ("'’‘ʼ`´", "-‐‑‒–—−", '"“”„')
 _ONE_OF = {sign: f"[{re.escape(signs)}]" for signs in _SIGNS for sign in signs}
-_FIRST = {ord(sign): signs[0] for signs in _SIGNS for sign in signs}
 
 
-def _normalize_answer(text: str) -> str:
-    """Normalize whitespace, quotes, dashes and case, so that equivalent spellings become equal."""
-    reply = unicodedata.normalize("NFC", " ".join(text.split())).translate(_FIRST)
-    return "".join(low if len(low := sign.lower()) == 1 else sign for sign in reply)
+def _distinct(answers: Sequence[str]) -> list[str]:
+    """Keep the first of all answers that differ only in white space, quotes, dashes or case."""
+    result: dict[str, str] = {}
+    for one in answers:
+        result.setdefault(_pattern(one).lower(), one)
+    return list(result.values())
 
 
 def answer_rule(right: Sequence[str]) -> dict[str, str]:
@@ -306,17 +292,12 @@ def _check_evidence(draft: _Draft, search: Search, config: SearchTasksConfig) ->
     """Check that every fact quotes a document that the author opened, and that there are enough
     facts and documents. Raises Rejected otherwise."""
     for one in draft.evidence:
-        _check_quote("evidence", one.document, one.quote, search)
-    facts = _count_separate_quotes(draft.evidence, search)
+        _check_quote("evidence", one["document"], one["quote"], search)
+    facts, documents = _count_separate_quotes(draft.evidence, search), len(draft.documents)
     if facts < config.breadth:
-        raise Rejected(
-            "breadth", f"only {facts} facts are joined, at least {config.breadth} are required"
-        )
-    if len(draft.documents) < config.depth:
-        raise Rejected(
-            "depth",
-            f"only {len(draft.documents)} documents are used, at least {config.depth} are required",
-        )
+        raise Rejected("breadth", f"joins {facts} facts, and {config.breadth} are required")
+    if documents < config.depth:
+        raise Rejected("depth", f"uses {documents} documents, and {config.depth} are required")
 
 
 def _check_quote(gate: str, name: str, quote: str, search: Search) -> None:
@@ -329,13 +310,13 @@ def _check_quote(gate: str, name: str, quote: str, search: Search) -> None:
         raise Rejected(gate, wrong)
 
 
-def _count_separate_quotes(evidence: Sequence[_Evidence], search: Search) -> int:
+def _count_separate_quotes(evidence: Sequence[Mapping[str, str]], search: Search) -> int:
     """Count the places that are quoted. Overlapping quotes count once."""
     places: list[tuple[str, int, int]] = []
     for one in evidence:
-        quote = letters_and_digits(one.quote)
-        start = letters_and_digits(search.opened[one.document].text).find(quote)
-        places.append((one.document, start, start + len(quote)))
+        quote = letters_and_digits(one["quote"])
+        start = letters_and_digits(search.opened[one["document"]].text).find(quote)
+        places.append((one["document"], start, start + len(quote)))
     count, document, last = 0, "", 0
     for name, start, end in sorted(places):
         if name != document:
@@ -345,28 +326,24 @@ def _count_separate_quotes(evidence: Sequence[_Evidence], search: Search) -> int
     return count
 
 
-def _check_chain(evidence: Sequence[_Evidence], search: Search, index: SearchIndex) -> None:
+def _check_chain(draft: _Draft, search: Search, index: SearchIndex) -> None:
     """Check that the documents are linked, meaning that a rare term quoted from one occurs in
     another. Raises Rejected if they aren't."""
-    documents = {one.document: search.opened[one.document] for one in evidence}
+    documents = {name: search.opened[name] for name in draft.documents}
     most = max(2, int(_RARE * len(index)))
     rare: dict[str, set[str]] = {name: set() for name in documents}
-    for one in evidence:
-        rare[one.document] |= {
-            term for term in set(search_terms(one.quote)) if index.document_count(term) <= most
-        }
+    for one in draft.evidence:
+        terms = set(search_terms(one["quote"]))
+        rare[one["document"]] |= {term for term in terms if index.document_count(term) <= most}
     words = {name: set(search_terms(f"{d.title}\n{d.text}")) for name, d in documents.items()}
-    linked, others = [evidence[0].document], set(documents) - {evidence[0].document}
+    linked, others = draft.documents[:1], set(draft.documents[1:])
     for name in linked:  # grows while it is read
         new = [o for o in others if rare[name] & words[o] or rare[o] & words[name]]
         linked += new
         others -= set(new)
     if others:
-        raise Rejected(
-            "chain",
-            f"{min(others)!r} is not linked with the others: no rare term of a quote is in the "
-            "other document",
-        )
+        reason = "is not linked with the others: no rare term of a quote is in the other document"
+        raise Rejected("chain", f"{min(others)!r} {reason}")
 
 
 def _check_answer(draft: _Draft, library: Library, *, depth: int) -> None:
@@ -375,7 +352,7 @@ def _check_answer(draft: _Draft, library: Library, *, depth: int) -> None:
     spellings = [letters_and_digits(one) for one in (draft.answer, *draft.also)]
     if not all(spellings):
         raise Rejected("evidence", "the answer, or another spelling of it, has no letter or digit")
-    if not any(spellings[0] in letters_and_digits(one.quote) for one in draft.evidence):
+    if not any(spellings[0] in letters_and_digits(one["quote"]) for one in draft.evidence):
         raise Rejected("evidence", f"no quote contains the answer {draft.answer!r}")
     if any(one in letters_and_digits(draft.text) for one in spellings):
         raise Rejected("own words", "the question contains its answer")
@@ -456,15 +433,13 @@ async def collect_answers(
 ) -> list[str]:
     """Ask all agents and return their distinct answers. Raises Rejected if `right` accepts any of
     them, or if no agent answers."""
-    reply = await gather_or_cancel(*(_ask_agent(workspace, one, question) for one in answerers))
-    if easy := [one for one in reply if one and right(one)]:
-        raise Rejected(
-            "too easy", f"{len(easy)} of {len(reply)} agents answer it correctly: {easy[0]!r}"
-        )
-    result = {_normalize_answer(one): one for one in reply if one}
-    if not result:
+    replies = await gather_or_cancel(*(_ask_agent(workspace, one, question) for one in answerers))
+    if easy := [one for one in replies if one and right(one)]:
+        reason = f"{len(easy)} of {len(replies)} agents answer it correctly: {easy[0]!r}"
+        raise Rejected("too easy", reason)
+    if not (answers := _distinct([one for one in replies if one])):
         raise Rejected("no candidate", "no agent has an answer")
-    return list(result.values())
+    return answers
 
 
 _Verdict = Literal["right", "wrong", "unclear"]
@@ -512,20 +487,18 @@ async def verify_answers(
     unless every pass judges all truths right and all candidates wrong."""
     answers = [*truths, *candidates]
     draw, seen = random.Random(seed), list[dict[str, _Verdict]]()
-    for number in range(passes):
+    for number in range(1, passes + 1):
         draw.shuffle(answers)
         seen.append(await _pass(workspace, verifier, question, answers))
-        changed = [one for one in answers if seen[-1][one] != seen[0][one]]
-        if changed:
-            raise Rejected(
-                "agreement",
-                f"the verifier finds {changed[0]!r} {seen[0][changed[0]]} in pass 1 and "
-                f"{seen[-1][changed[0]]} in pass {number + 1}",
-            )
+        first, last = seen[0], seen[-1]
+        if changed := [one for one in answers if last[one] != first[one]]:
+            one = changed[0]
+            reason = f"{first[one]} in pass 1 and {last[one]} in pass {number}"
+            raise Rejected("agreement", f"the verifier finds {one!r} {reason}")
         for one in (*truths, *candidates):
             who, right = ("truth", "right") if one in truths else ("candidate", "wrong")
-            if seen[-1][one] != right:
-                raise Rejected(who, f"the verifier finds the answer {one!r} {seen[-1][one]}")
+            if last[one] != right:
+                raise Rejected(who, f"the verifier finds the answer {one!r} {last[one]}")
     return seen
 
 
@@ -566,17 +539,13 @@ async def measure_gain(
     )
     if not with_tools:
         raise Rejected("gain", "the agent with tools has no answer")
-    rubric = Rubric.parse(spec)
+    rubric, passes = Rubric.parse(spec), workspace.config.passes
     better, worse = await gather_or_cancel(
-        *(
-            _score(judge, rubric, text, reply, workspace.config.passes)
-            for reply in (with_tools, without)
-        )
+        *(_score(judge, rubric, text, reply, passes) for reply in (with_tools, without))
     )
     if better - worse < workspace.config.least_gain:
-        raise Rejected(
-            "gain", f"search does not help: {better:.2f} with tools and {worse:.2f} without"
-        )
+        scores = f"{better:.2f} with tools and {worse:.2f} without"
+        raise Rejected("gain", f"search does not help: {scores}")
     return {"with_tools": round(better, 4), "without": round(worse, 4)}
 
 

@@ -20,7 +20,7 @@ from keel.agents.environments.code.environment import (
 from keel.agents.environments.code.tree import Tree, UnreadableTree, read_tree
 from keel.configs.schema import ConfigError
 from keel.synthesis.code.candidate import GitSource, PairSource
-from keel.synthesis.code.pipeline import _check_change, _check_leaks, _judge, _outcomes_of
+from keel.synthesis.code.pipeline import _check_change, _check_leaks, _group_tests, _judge
 from keel.synthesis.code.sandboxes import Prefix
 from keel.synthesis.ledger import Rejected
 from tests.synthesis.authors import ScriptedAuthor
@@ -176,12 +176,10 @@ def test_flaky_test_is_excluded() -> None:
     def run(marks: str) -> dict[str, Any]:
         """Outcomes of tests a to e."""
         tests = {name: verdicts[m] for name, m in zip("abcde", marks, strict=True) if m != " "}
-        fixed = {"canary": "as wanted", "inside": True, "output": "", "seconds": len(tests)}
-        return {"tests": tests, **fixed}
+        return {"tests": tests}
 
-    split = _outcomes_of([run("-+++-"), run(" ++--")], [run("++s++"), run("++ +-")])
-    assert (split.f2p, split.p2p, split.p2f, split.flaky) == (["a"], ["b"], ["c"], ["d", "e"])
-    assert split.canary and split.seconds == 5
+    groups = _group_tests([run("-+++-"), run(" ++--")], [run("++s++"), run("++ +-")])
+    assert groups == {"f2p": ["a"], "p2p": ["b"], "p2f": ["c"], "flaky": ["d", "e"]}
 
 
 def test_change_installed_by_setup_is_detected(tmp_path: Path) -> None:
