@@ -15,7 +15,7 @@ from keel.agents.env_process.launch import (
     launch,
     with_deadline,
 )
-from keel.agents.types import ArgumentValidator, EnvironmentLost, Fault, Opening, ToolResult
+from keel.agents.types import ArgumentValidator, EnvironmentLost, Opening, ToolResult
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rl.types import Prompt, Verdict
 
@@ -46,9 +46,8 @@ class McpEnvironment:
         self._server = server
         self._starting = starting
         self._process: ChildProcess | None = None
-        self._wire_fault: Fault | None = None
-        """`exit` if the process has closed its channel, or `large` if it sent a message that is too
-        large."""
+        self._channel_error: str | None = None
+        """Why no more messages can be received, or "" if the process has closed its channel."""
         self._session: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._client: Any = None
@@ -110,7 +109,7 @@ class McpEnvironment:
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
         if self._lost is not None or self._arguments is None or self._closing.is_set():
             reason = f"lost before this: {self._lost}" if self._lost else "is not open"
-            raise EnvironmentLost("closed", "call", reason)
+            raise EnvironmentLost("call", reason)
         if complaint := self._arguments.explain_error(call):
             return ToolResult(text=complaint, failed=True)
         from mcp import MCPError  # noqa: PLC0415
@@ -153,18 +152,15 @@ class McpEnvironment:
                     session.exception()
 
     async def _lose(self, during: str, error: Exception, timeout_s: float) -> EnvironmentLost:
-        name = self._server.name
-        fault: Fault = self._wire_fault or ("start" if during == "open" else "crash")
-        message = _flatten(error)
-        if fault == "large":
-            message = f"a message over {MAX_MESSAGE_BYTES >> 20} MiB"
+        message, output = _flatten(error), ""
+        if self._channel_error is not None:
+            message = self._channel_error
         elif isinstance(error, TimeoutError):
-            fault, message = "hang", f"did not answer within {timeout_s:g} s"
-        self._lost = EnvironmentLost(fault, during, f"{name}: {message}")
+            message = f"did not answer within {timeout_s:g} s"
         if self._process is not None:
-            lost = await self._process.lost(fault, during, message)
-            detail = f"{name}: {lost.detail or message}"
-            self._lost = EnvironmentLost(lost.fault, during, detail, lost.output)
+            lost = await self._process.lost(during, message)
+            message, output = lost.detail, lost.output
+        self._lost = EnvironmentLost(during, f"{self._server.name}: {message}", output)
         await self.close()
         return self._lost
 
@@ -182,8 +178,11 @@ class McpEnvironment:
                 while True:
                     try:
                         message = await process.receive()
-                    except (EOFError, OSError, ValueError) as error:
-                        self._wire_fault = "large" if isinstance(error, ValueError) else "exit"
+                    except (EOFError, OSError):
+                        self._channel_error = ""
+                        return
+                    except ValueError:
+                        self._channel_error = f"a message over {MAX_MESSAGE_BYTES >> 20} MiB"
                         return
                     # Many servers print a greeting to standard output.
                     with suppress(ValueError, anyio.BrokenResourceError):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Protocol, cast
 
 from keel.rl.strict_json import compile_schema
 from keel.rl.turns import Message, ToolCall, ToolSpec
@@ -29,27 +29,17 @@ class ToolResult:
     done: bool = False
 
 
-Fault = Literal["start", "raised", "exit", "crash", "hang", "garbage", "large", "memory", "closed"]
-"""Why an environment was lost. The values mean, in this order, that it could not be started or
-imported, raised an exception outside a tool call, exited, was killed by a signal, missed a
-deadline, sent an invalid reply, sent a reply that was too large, ran out of memory, or was used
-after its end."""
-
-
 class EnvironmentLost(RuntimeError):
     """Raised when the episode can't continue. By then, all of the environment's processes are
     dead."""
 
-    def __init__(self, fault: Fault, during: str, message: str, output: str = "") -> None:
+    def __init__(self, during: str, message: str, output: str = "") -> None:
         tail = f"; its output ends with: {output}" if output else ""
         super().__init__(f"{LOST}{during}: {message}{tail}")
-        self.fault: Fault = fault
-        self.during = during
-        self.detail = message
-        self.output = output
+        self.during, self.detail, self.output = during, message, output
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.fault, self.during, self.detail, self.output)
+        return type(self), (self.during, self.detail, self.output)
 
 
 class NodeLost(EnvironmentLost):

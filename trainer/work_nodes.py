@@ -442,7 +442,7 @@ class _RemoteEnvironment:
             if self._source in self._node.opened:
                 raise
             self._nodes.refuse(self._node, self._source, str(error))
-            raise NodeLost(error.fault, "open", error.detail, error.output) from error
+            raise NodeLost("open", error.detail, error.output) from error
         self._node.opened.add(self._source)
         return opening
 
@@ -468,7 +468,7 @@ class _RemoteEnvironment:
         except EngineError as error:
             await asyncio.to_thread(self._nodes.lose, node, str(error))
             message = f"node {node.host} was lost: {error}"
-            raise NodeLost("closed", during, message) from error
+            raise NodeLost(during, message) from error
         if isinstance(result, EnvironmentLost):
             raise result
         return result

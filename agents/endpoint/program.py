@@ -109,7 +109,7 @@ async def run_program(
         reply, failed = answered, answered["failed"]
     except EOFError:  # the whole sandbox is gone, usually over its memory
         assert process is not None
-        failed = (await process.lost("exit", "run", "")).detail
+        failed = (await process.lost("run")).detail
     except (OSError, ValueError, EnvironmentLost) as error:
         failed = f"could not be run: {error}"
     finally:

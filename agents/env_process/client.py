@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -34,7 +34,7 @@ from keel.agents.env_process.launch import (
     open_channel,
     with_deadline,
 )
-from keel.agents.types import ArgumentValidator, EnvironmentLost, Fault, Opening, ToolResult
+from keel.agents.types import ArgumentValidator, EnvironmentLost, Opening, ToolResult
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rl.types import Prompt, Verdict
 
@@ -64,6 +64,8 @@ class ProcessEnvironment:
         self._process: ChildProcess | None = None
         self._arguments: ArgumentValidator | None = None
         self._lost: EnvironmentLost | None = None
+        self._raised = False
+        """True if it was lost because its own code raised an exception outside a tool call."""
         self._closed = False
         self.grades = True
         """False if the environment has no verdict. Set when the environment is opened."""
@@ -90,14 +92,14 @@ class ProcessEnvironment:
             specs = tuple(ToolSpec(**dict(tool)) for tool in opening.tools)
             self._arguments = ArgumentValidator(specs)
         except ValueError as error:
-            raise await self._fail("start", "open", f"{program.target}: {error}") from error
+            raise await self._fail("open", str(error)) from error
         self.grades = opening.grades
         messages = task.messages if opening.messages is None else reply["messages"]
         return Opening(messages=tuple(messages), tools=specs)
 
     async def _start(self) -> None:
         if self._process is not None or self._closed:
-            raise EnvironmentLost("closed", "open", "an environment serves one episode")
+            raise EnvironmentLost("open", "an environment serves one episode")
         program = self._program
         if self._fork_server is not None:
             self._process = await self._fork_server.fork()
@@ -111,7 +113,7 @@ class ProcessEnvironment:
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
         if self._arguments is None:
-            raise self._lost or EnvironmentLost("closed", "call", "it was not opened")
+            raise self._lost or EnvironmentLost("call", "it was not opened")
         if complaint := self._arguments.explain_error(call):
             return ToolResult(text=complaint, failed=True)
         request = {
@@ -126,7 +128,7 @@ class ProcessEnvironment:
             return ToolResult(text=f"{call.name}: the call is {error}", failed=True)
         text = reply.get("text")
         if not isinstance(text, str):
-            raise await self._fail("garbage", "call", f"{call.name} returned no text")
+            raise await self._fail("call", f"{call.name} returned no text")
         return ToolResult(
             text=text, failed=reply.get("failed") is True, done=reply.get("done") is True
         )
@@ -139,7 +141,7 @@ class ProcessEnvironment:
             if message is not None:
                 _parsed(_ChatMessage, message)
         except ValueError as error:
-            raise await self._fail("garbage", "reply", str(error)) from error
+            raise await self._fail("reply", str(error)) from error
         return message
 
     async def verdict(self, messages: Sequence[Message], finish_reason: str) -> Verdict | str:
@@ -152,7 +154,7 @@ class ProcessEnvironment:
             reply = await self._ask("verdict", request, self._program.verdict_s)
             return verdict_of(reply)
         except EnvironmentLost as error:
-            if error.fault != "raised":
+            if not self._raised:
                 raise
             return str(error)
         except ValueError as error:
@@ -174,9 +176,9 @@ class ProcessEnvironment:
         async with self._turn:
             process = self._process
             if self._lost is not None:
-                raise EnvironmentLost("closed", during, f"lost before this: {self._lost}")
+                raise EnvironmentLost(during, f"lost before this: {self._lost}")
             if process is None or (self._closed and during != "close"):
-                raise EnvironmentLost("closed", during, "is not open")
+                raise EnvironmentLost(during, "is not open")
             self._requests += 1
             number = self._requests
             line = encode_line({"id": number, **request})
@@ -185,28 +187,30 @@ class ProcessEnvironment:
             except TimeoutError as error:
                 knob = f" ({_TIMEOUT_KNOBS[during]})" if during in _TIMEOUT_KNOBS else ""
                 reason = f"{name or during} did not end within {timeout_s:g} s{knob}"
-                raise await self._fail("hang", during, reason) from error
+                raise await self._fail(during, reason) from error
             except asyncio.CancelledError:
                 # A late reply would be taken for the next request's.
-                self._lost = await process.lost("closed", during, "was cancelled by the caller")
+                self._lost = await process.lost(during, "was cancelled by the caller")
                 raise
             except (EOFError, OSError) as error:
-                raise await self._fail("exit", during, "") from error
+                raise await self._fail(during) from error
             except ValueError as error:
                 reason = f"a message of more than {MAX_MESSAGE_BYTES >> 20} MiB"
-                raise await self._fail("large", during, reason) from error
+                raise await self._fail(during, reason) from error
         if isinstance(reply, dict) and reply.get("id") == number:
-            if (fault := _fault_of(reply)) is not None:
-                raise await self._fail(fault[0], during, fault[1])
+            if isinstance(why := reply.get("failed"), str):
+                self._raised = reply.get("raised") is True
+                raise await self._fail(during, why)
             if isinstance(reply.get("is"), dict):
                 return reply["is"]
-        raise await self._fail("garbage", during, f"sent an invalid reply: {str(reply)[:200]!r}")
+        raise await self._fail(during, f"sent an invalid reply: {str(reply)[:200]!r}")
 
-    async def _fail(self, fault: Fault, during: str, message: str) -> EnvironmentLost:
+    async def _fail(self, during: str, message: str = "") -> EnvironmentLost:
+        """End the process. Without a `message`, its exit is the reason."""
         assert self._process is not None
-        if during == "open":
-            message = f"{self._program.target}: {message}" if message else message
-        self._lost = await self._process.lost(fault, during, message)
+        if during == "open" and message:
+            message = f"{self._program.target}: {message}"
+        self._lost = await self._process.lost(during, message)
         return self._lost
 
 
@@ -261,12 +265,6 @@ def verdict_of(reply: Mapping[str, Any]) -> Verdict:
 _REPLY_BYTES = 1 << 16
 
 
-def _fault_of(reply: Mapping[str, Any]) -> tuple[Fault, str] | None:
-    fault = next((name for name in get_args(Fault) if name == reply.get("fault")), None)
-    why = reply.get("why")
-    return None if fault is None or not isinstance(why, str) else (fault, why)
-
-
 class ForkServerClient:
     """Forks a process for each episode of a program. Use it from a single event loop. The server
     process starts at the first fork and is restarted if it dies. `open_s` is the time
@@ -308,7 +306,7 @@ class ForkServerClient:
             try:
                 process = await self._fork(self._process)
             except (_CannotFork, OSError) as error:  # a limit of the machine; others may succeed
-                raise EnvironmentLost("start", "open", f"cannot be forked: {error}") from error
+                raise EnvironmentLost("open", f"cannot be forked: {error}") from error
         return await process.connect()
 
     async def _start(self) -> None:
@@ -333,8 +331,8 @@ class ForkServerClient:
                 await self._check_isolation(process, program.sandbox)
                 process.limit = program.sandbox.limit_memory(process.pid, inside=False)
             reply, _ = await self._ask(process, load)
-            if (fault := _fault_of(reply)) is not None:
-                raise await self._lost(process, *fault)
+            if "failed" in reply:
+                raise await self._lost(process, str(reply["failed"]))
             if process.limit is not None:
                 process.limit()  # each forked process has its own memory limit
         except BaseException as error:
@@ -426,9 +424,9 @@ class ForkServerClient:
                 reply, received = await with_deadline(limit_s, self._receive(server.channel))
             except TimeoutError as error:
                 reason = f"open did not end within {limit_s:g} s (environment.open_s)"
-                raise await self._lost(server, "hang", reason) from error
+                raise await self._lost(server, reason) from error
             except (OSError, EOFError, ValueError) as error:
-                raise await self._lost(server, "exit", "") from error
+                raise await self._lost(server) from error
         if "cannot" in reply:
             raise _CannotFork(str(reply["cannot"]))
         return reply, received
@@ -445,12 +443,11 @@ class ForkServerClient:
             raise EOFError
         return json.loads(line), fds
 
-    async def _lost(self, server: ChildProcess, fault: Fault, message: str) -> EnvironmentLost:
+    async def _lost(self, server: ChildProcess, message: str = "") -> EnvironmentLost:
         if self._process is server:
             self._process = None
-        lost = await server.lost(fault, "open", message)
-        message = f"{self._program.target}: {lost.detail}"
-        return EnvironmentLost(lost.fault, "open", message, lost.output)
+        lost = await server.lost("open", message)
+        return EnvironmentLost("open", f"{self._program.target}: {lost.detail}", lost.output)
 
 
 class _CannotFork(Exception):

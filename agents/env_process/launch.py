@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 import keel
 from keel.agents.env_runtime.processes import descendants
-from keel.agents.types import EnvironmentLost, Fault
+from keel.agents.types import EnvironmentLost
 
 MAX_MESSAGE_BYTES = 8 << 20
 _EXIT_S = 30.0
@@ -130,16 +130,13 @@ class ChildProcess:
     def output(self) -> str:
         return self._output.text()
 
-    async def lost(self, fault: Fault, during: str, message: str) -> EnvironmentLost:
-        ending = await self.end(_EXIT_S if fault == "exit" else 0.0)
-        if fault == "exit":
-            fault = "crash" if ending.startswith("was ended") else "exit"
-            message = ending
+    async def lost(self, during: str, message: str = "") -> EnvironmentLost:
+        """End the process and return the error to raise. Without a `message`, the process has
+        closed its channel, and how it exits is the reason."""
+        ending = await self.end(0.0 if message else _EXIT_S)
         if self._orphaned:
             during, message = "parent", "the process that it was forked from has ended"
-        if self._limit_hit:
-            fault, message = "memory", self._limit_hit
-        return EnvironmentLost(fault, during, message, self.output)
+        return EnvironmentLost(during, self._limit_hit or message or ending, self.output)
 
     async def end(self, within_s: float = 0.0) -> str:
         """Give the process up to `within_s` seconds to exit, then kill it along with its
@@ -333,7 +330,7 @@ def launch(
                     limit = sandbox.limit_memory(process.pid, inside=False)
         except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
             reason = f"cannot run {command[0]}: {error}"
-            raise EnvironmentLost("start", "open", reason) from error
+            raise EnvironmentLost("open", reason) from error
         pidfd = os.pidfd_open(process.pid)
         undo.pop_all()
 

@@ -15,8 +15,8 @@ standard error.
     → {"id": 5, "do": "close"}
     ← {"id": 5, "is": {}}
 
-Instead of "is", a reply may have "fault" and "why". A fault is "start" (the target is not an
-environment), "raised" (an exception in the environment's own code) or "memory".
+Instead of "is", a reply may have "failed", the reason, and "raised", which is true if the
+environment's own code raised an exception.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ def failure_of(error: Exception) -> _Request:
     if isinstance(error, MemoryError):
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         mib = "not set" if limit == resource.RLIM_INFINITY else limit >> 20
-        return {"fault": "memory", "why": f"out of memory (memory_mib = {mib})"}
+        return {"failed": f"out of memory (memory_mib = {mib})"}
     if isinstance(error, InvalidEnvironment):
-        return {"fault": "start", "why": str(error)}
-    return {"fault": "raised", "why": f"{error_text(error)} ({error_location(error)})"}
+        return {"failed": str(error)}
+    return {"failed": f"{error_text(error)} ({error_location(error)})", "raised": True}
 
 
 class _Server:

@@ -176,7 +176,7 @@ class CodeSandboxes:
             await environment.open(task, seed=0)
             yield environment
         except EnvironmentLost as error:
-            raise Rejected("sandbox", f"{error.fault}: {error.detail[:300]}") from error
+            raise Rejected("sandbox", error.detail[:300]) from error
         finally:
             await environment.close()
 

@@ -169,7 +169,7 @@ class Sums:
         if method == self.hangs:
             await asyncio.sleep(3600)
         if method == self.fails:
-            raise EnvironmentLost("crash", method, "ended with SIGSEGV")
+            raise EnvironmentLost(method, "ended with SIGSEGV")
 
 
 TASK = Prompt(

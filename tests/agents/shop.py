@@ -13,8 +13,7 @@ from typing import Literal, Optional
 REPLIES = {
     "garbage": b"Welcome!",
     "another": b'{"id": 99, "is": {}}',
-    "no reason": b'{"id": 2, "fault": "raised"}',
-    "unknown fault": b'{"id": 2, "fault": [], "why": ""}',
+    "no reason": b'{"id": 2, "failed": []}',
 }
 
 

@@ -252,7 +252,7 @@ def test_resumed_run_sends_the_same_requests() -> None:
 
 class OnLostNode(Sums):
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
-        raise NodeLost("closed", "call", "its node was lost")
+        raise NodeLost("call", "its node was lost")
 
 
 @pytest.mark.parametrize("losses", [2, 9])

@@ -73,7 +73,7 @@ def test_failing_server_loses_the_environment(how: str, reason: str) -> None:
         async with served() as (environment, _):
             with pytest.raises(EnvironmentLost) as caught:
                 await use(environment, "go_wrong", limit_s, how=how)
-            assert caught.value.fault == how and reason in str(caught.value)
+            assert reason in caught.value.detail
             assert "seed 3" in caught.value.output and "last words" in caught.value.output
             assert isinstance(await environment.verdict((), "stop"), str)
 
@@ -82,23 +82,19 @@ def test_failing_server_loses_the_environment(how: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "fault", "reason"),
+    ("settings", "reason"),
     [
-        ({"command": (*SHOP[:2], "broken")}, "exit", "closed on Sundays"),
-        ({"command": ("sleep", "1000"), "open_s": 0.5}, "hang", "sleep 1000"),
-        ({"command": (), "url": "http://127.0.0.1:9/mcp"}, "start", "127.0.0.1:9"),
+        ({"command": (*SHOP[:2], "broken")}, "closed on Sundays"),
+        ({"command": ("sleep", "1000"), "open_s": 0.5}, "sleep 1000: did not answer within 0.5 s"),
+        ({"command": (), "url": "http://127.0.0.1:9/mcp"}, "127.0.0.1:9"),
     ],
 )
 @asynchronous
-async def test_unreachable_server_is_reported(
-    settings: dict[str, Any], fault: str, reason: str
-) -> None:
-
+async def test_unreachable_server_is_reported(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(EnvironmentLost) as caught:
         async with served(**settings):
             pass
-    assert (caught.value.fault, caught.value.during) == (fault, "open")
-    assert reason in str(caught.value)
+    assert caught.value.during == "open" and reason in str(caught.value)
 
 
 @contextmanager
@@ -126,7 +122,7 @@ def test_http_server_crashes_during_a_call() -> None:
         async with served(command=(), url=url) as (environment, _):
             with pytest.raises(EnvironmentLost, match=url) as caught:
                 await use(environment, "go_wrong", how="crash")
-            assert (caught.value.fault, caught.value.during) == ("crash", "call")
+            assert caught.value.during == "call"
             assert isinstance(await environment.verdict((), "stop"), str)
 
     with over_http() as (url, _):

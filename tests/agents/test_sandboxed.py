@@ -117,9 +117,8 @@ async def test_memory_limit_covers_all_processes(small: EnvSandbox, way: str) ->
     async with parent_for(small, way) as parent:
         environment = attacker(small, parent)
         await environment.open(TASK, seed=3)
-        with pytest.raises(EnvironmentLost, match=str(MEMORY_MIB)) as caught:
+        with pytest.raises(EnvironmentLost, match=f"out of memory.* {MEMORY_MIB}"):
             await use(environment, "memory_bomb")
-        assert caught.value.fault == "memory"
         await environment.close()
 
 

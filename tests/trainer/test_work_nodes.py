@@ -380,7 +380,7 @@ def test_last_try_of_an_episode_is_on_the_driver(
     def broken(_: _Node, method: str, *arguments: Any, **named: Any) -> Future[Any]:
         calls.append(method)
         result: Future[Any] = Future()
-        result.set_result(EnvironmentLost("hang", "open", "no answer") if method == "open" else "")
+        result.set_result(EnvironmentLost("open", "no answer") if method == "open" else "")
         return result
 
     monkeypatch.setattr(_Node, "call", broken)
@@ -431,10 +431,10 @@ def test_lost_environments_are_sent_as_values(
 
     error = asyncio.run(play())
     assert isinstance(error, EnvironmentLost)
-    for sent in (error, NodeLost("closed", "call", "its node was lost")):
+    for sent in (error, NodeLost("call", "its node was lost")):
         received = pickle.loads(pickle.dumps(sent))
-        assert (type(received), str(received), received.fault) == (
+        assert (type(received), str(received), received.during) == (
             type(sent),
             str(sent),
-            sent.fault,
+            sent.during,
         )

@@ -76,7 +76,7 @@ def test_lost_verdict_is_rejected_with_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def lost(*_: object) -> Verdict:
-        raise EnvironmentLost("crash", "verdict", "ended with SIGSEGV", "last words")
+        raise EnvironmentLost("verdict", "ended with SIGSEGV", "last words")
 
     monkeypatch.setattr(ProcessEnvironment, "verdict", lost)
     git = repository(tmp_path / "git", ("Begin", BEFORE), (ISSUE, AFTER))
