@@ -39,6 +39,7 @@ from keel.rollout.pool import RayEngine, RolloutPool
 from keel.rollout.spec import EngineSpec
 from keel.trainer.learner import Learner
 from keel.trainer.placement.nodes import start_ray
+from keel.weights.sync import WeightSync
 
 GB = 1e9
 TIMEOUT_S = 300.0
@@ -95,7 +96,7 @@ def timed(
         pool.start()
         for _ in range(options.rounds + 1):
             began = time.perf_counter()
-            pool.update(0, learner.prepare_transfer(0)).result(timeout=TIMEOUT_S)
+            WeightSync(learner, pool).push(0).result(timeout=TIMEOUT_S)
             times.append(time.perf_counter() - began)
         return times
     finally:

@@ -136,7 +136,7 @@ def run_loop(
             rollouts=runtime,
             rewards=runtime.scorer,
             learner=learner,
-            push=runtime.push,
+            push=runtime.weights.push,
             journal=journal,
             heldout=heldout,
             save=save,

@@ -43,7 +43,7 @@ from keel.rollout.spec import (
     SampleRequest,
     env_vars,
 )
-from keel.weights import Transfer
+from keel.weights.sync import Transfer
 
 MAX_RESTARTS = 3
 """Maximum number of restarts of an engine within three hours. The period is longer if starts and

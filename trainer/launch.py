@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from threading import Lock
@@ -48,6 +48,7 @@ from keel.trainer.prepare_sft import SftTask
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import WorkerLost
 from keel.trainer.work_nodes import WorkNodes
+from keel.weights.sync import WeightSync
 
 _Say = Callable[[str], None]
 
@@ -74,6 +75,12 @@ class Runtime:
         assert self.ranks is not None, "started without trainer ranks"
         return self.ranks
 
+    @cached_property
+    def weights(self) -> WeightSync:
+        if self.agents is None:
+            return WeightSync(self.learner, self.pool)
+        return WeightSync(self.learner, self.pool, set_version=self.agents.set_version)
+
     def submit(self, prompt: Prompt, purpose: Purpose, size: int = 0) -> Future[Group]:
         """Sample a group of `size` completions, or use the recipe's group size if `size` is 0."""
         config = self.task.config
@@ -84,17 +91,9 @@ class Runtime:
         sampling = config.sampling_for(purpose, prompt.domain)
         return self.pool.submit(prompt, group_size=size, sampling=sampling, purpose=purpose)
 
-    def push(self, version: int) -> Future[None]:
-        """Start sending the trainer's current weights, tagged with `version`, to every engine
-        (`keel.weights`)."""
-        transfer = self.learner.prepare_transfer(version)
-        if self.agents is not None:
-            self.agents.set_version(version)
-        return self.pool.update(version, transfer)
-
     def wake(self) -> None:
         """Wake the sleeping engines (`rollout.time_share`) and send them the current weights."""
-        await_future(self.push(self.learner.version))
+        await_future(self.weights.push(self.learner.version))
 
     def with_watchdog(self, should_abort: Callable[[], bool]) -> Callable[[], bool]:
         """Return a version of `should_abort` that first checks that none of the run's processes has

@@ -39,7 +39,6 @@ from keel.trainer.run.folder import MARK
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
 from keel.trainer.run.trajectory_files import watched_segments
-from keel.weights import Transfer
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -101,7 +100,7 @@ class Learner:
         self._model_path, self._config, self._put_to_sleep = model_path, config, put_to_sleep
         self._oom_recovery = oom_recovery
         transfer = config.rollout.weight_transfer
-        self._direct = transfer == "direct" or (transfer == "auto" and gpu)
+        self.direct = transfer == "direct" or (transfer == "auto" and gpu)
         """True if the ranks send weights directly to the engines."""
         seat = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": RANK_CPUS}
         options = seat | {"runtime_env": {"env_vars": variables(config.model.batch_invariant)}}
@@ -271,18 +270,8 @@ class Learner:
                 parts += self._call_replicas("evaluate_nll", pieces, what)
         return merge(parts)
 
-    def prepare_transfer(self, version: int) -> Transfer:
-        """Return a function that sends the current weights, tagged with `version`, to engines.
-        Waits until there is room for the weights on the GPUs and, unless the ranks send them
-        directly, until all of them are in Ray's object store."""
+    def put_engines_to_sleep(self) -> None:
         ray_timeouts.await_future(self._put_to_sleep())
-        if self._direct:
-            return self.send_weights
-        buckets = self.put_weights()  # Ray copies each bucket to a node once
-        return lambda engines: {
-            index: ray_timeouts.call(actor.update_from_store, version, buckets).future()
-            for index, actor in engines.items()
-        }
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
         return self._call_all("put_weights", deadline=self._deadline("the weights"))[0]
@@ -329,7 +318,7 @@ class Learner:
         return {name: entry for part in parts for name, entry in part.items()}
 
     def _with_folder(self, method: str, folder: Path, what: str) -> list[Any]:
-        ray_timeouts.await_future(self._put_to_sleep())
+        self.put_engines_to_sleep()
         return self._call_all(method, str(folder.absolute()), deadline=self._deadline(what))
 
     def shutdown(self) -> None:
@@ -376,7 +365,7 @@ class Learner:
         """Return the deadline of a call: `trainer.timeout_s` per optimizer step, plus the time to
         send weights, because a rank may still be sending. If `estimated` is set and the longest
         call so far suggests less, the deadline is shorter."""
-        sending_s = self._config.sending_timeout_s if self._direct else 0.0
+        sending_s = self._config.sending_timeout_s if self.direct else 0.0
         knob = "trainer.timeout_s"
         knob += ", and rollout.update_timeout_s of engines" * (sending_s > 0)
         seconds = updates * self._config.trainer.timeout_s + sending_s

@@ -61,8 +61,8 @@ from keel.trainer.prepare import Task
 from keel.trainer.prepare_sft import SftTask
 from keel.trainer.run.manifest import Entry, find_damage
 from keel.trainer.run.trajectory_files import watched_segments
-from keel.weights import Transfer
 from keel.weights.channel import Bucket
+from keel.weights.sync import WeightSync
 from tests.rewards.judge.judge_server import good, running
 from tests.waiting import PATIENCE_S
 
@@ -123,15 +123,15 @@ class LocalLearner:
             for name, plan in (plans[0] if plans else {}).items()
         )
 
-    def prepare_transfer(self, version: int) -> Transfer:
-        buckets = [
+    direct = False
+
+    def put_engines_to_sleep(self) -> None: ...
+
+    def put_weights(self) -> list[ray.ObjectRef[Any]]:
+        return [
             ray.put(Bucket(entries=entries, data=flat.cpu().numpy()))
             for entries, flat in self.engine.buckets(requested=True)
         ]
-        return lambda engines: {
-            index: actor.update_from_store.remote(version, buckets).future()
-            for index, actor in engines.items()
-        }
 
     def load(self, folder: Path) -> None:
         self.engine.load(folder)
@@ -165,7 +165,7 @@ class Engines:
             )
             self._pools[kind].start()
         pool = self._pools[kind]
-        pool.update(learner.version, learner.prepare_transfer(learner.version)).result()
+        WeightSync(learner, pool).push(learner.version).result()
         return pool
 
     def close(self) -> None:

@@ -32,8 +32,8 @@ from keel.rollout.spec import EngineSpec, env_vars
 from keel.trainer.placement.hardware import ENGINE
 from keel.trainer.placement.nodes import QUOTED_PYTHON, reserve_gpus
 from keel.trainer.placement.ray_internals import skip_unused_processes
-from keel.weights import Transfer
 from keel.weights.sender import Sender
+from keel.weights.sync import Transfer
 from tests.buckets import pack_buckets, pack_flat
 from tests.trainer.placement.shapes import SOURCE
 from tests.waiting import PATIENCE_S, patiently

@@ -63,7 +63,7 @@ class Ranks:
 
     def learner(self, config: Config, *, direct: bool = False) -> Learner:
         learner = object.__new__(Learner)
-        learner._config, learner._direct, learner._ranks = config, direct, self._actors
+        learner._config, learner.direct, learner._ranks = config, direct, self._actors
         learner._order, learner._locations = threading.Lock(), []
         learner._senders, learner._longest_s = [], {}
         return learner

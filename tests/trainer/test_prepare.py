@@ -42,7 +42,7 @@ def system_of(task: Task, **parts: Any) -> Any:
     scorer = SimpleNamespace(report_to=lambda say: None)
     fakes = {
         "pool": SimpleNamespace(),
-        "push": lambda _: None,
+        "weights": SimpleNamespace(push=lambda _: None),
         "scorer": scorer,
         "gpus": 0,
     }
