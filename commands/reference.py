@@ -129,7 +129,7 @@ class _Metric:
             "unit": self.unit,
             "healthy": self.healthy,
             "if not": self.otherwise,
-            "knobs": ", ".join(knob.name for knob in all_knobs() if f"`{self.name}`" in knob.text),
+            "knobs": ", ".join(knob.name for knob in _all_knobs() if f"`{self.name}`" in knob.text),
             "more": _page_file(self.page),
         }
         return _entry(f"{self.name} (metric)", self.text, rows)
@@ -148,7 +148,7 @@ def _metrics() -> list[_Metric]:
     return [metric for group in _metric_groups().values() for metric in group]
 
 
-def find_metric(name: str) -> _Metric | None:
+def _find_metric(name: str) -> _Metric | None:
     """Look up the metric `name`. If it matches several families, return the most specific one."""
     matches = [
         metric
@@ -165,7 +165,7 @@ def sections() -> tuple[_Section, ...]:
 
 
 @cache
-def all_knobs() -> tuple[_Knob, ...]:
+def _all_knobs() -> tuple[_Knob, ...]:
     return tuple(knob for section in sections() for knob in section.knobs)
 
 
@@ -283,11 +283,11 @@ def describe(name: str = "") -> str:
     ]
     if inside:
         return "\n\n".join(inside)
-    found = [knob for knob in all_knobs() if f".{knob.name}".endswith(f".{query}")]
-    entries = [*found, *filter(None, [find_metric(name)])]
+    found = [knob for knob in _all_knobs() if f".{knob.name}".endswith(f".{query}")]
+    entries = [*found, *filter(None, [_find_metric(name)])]
     if not entries:
         words = re.split(r"[\s_.-]+", query.lower())
-        known = [*all_knobs(), *_metrics()]
+        known = [*_all_knobs(), *_metrics()]
         entries = [each for each in known if all(word in each.name.lower() for word in words)]
     if not entries:
         raise ConfigError(f"{name}: no such knob or metric; {suggest(query, Config)}")

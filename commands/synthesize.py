@@ -21,7 +21,7 @@ from keel.synthesis.author import (
 from keel.synthesis.ledger import Ledger, Rejected, TaskOutcome
 from keel.trainer.run.progress import waiting
 
-MakeTask = Callable[[str], Awaitable[None]]
+_MakeTask = Callable[[str], Awaitable[None]]
 """Create the task for a key and write it to the folder, completely or not at all.
 
 Raises Rejected if a check rejects the task, AuthorLost if a model does not respond, or BudgetSpent
@@ -121,7 +121,7 @@ def _pipeline_of(
 
 async def _make_all(
     keys: Sequence[str],
-    make: MakeTask,
+    make: _MakeTask,
     ledger: Ledger,
     *,
     at_once: int,

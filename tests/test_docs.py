@@ -13,7 +13,7 @@ import yaml
 
 from docs.reference_pages import pages
 from keel.commands.cli import main, parser
-from keel.commands.reference import all_knobs, find_metric, sections
+from keel.commands.reference import _all_knobs, _find_metric, sections
 from keel.configs.load import load_config
 from keel.model.tiny.tokenizer import build_tokenizer
 from tests.model.stand_in import stand_in
@@ -44,7 +44,7 @@ def test_api_page_names_existing_members() -> None:
 
 
 def known(name: str) -> bool:
-    names = {knob.name for knob in all_knobs()} | {section.name for section in sections()}
+    names = {knob.name for knob in _all_knobs()} | {section.name for section in sections()}
     return name in names or f"{name}[]" in names or any(n.startswith(f"{name}.") for n in names)
 
 
@@ -69,7 +69,7 @@ def test_guides_name_existing_knobs_metrics_and_commands(page: str) -> None:
     names = [name for name in KNOB.findall(text) if not name.startswith("model.safetensors")]
     assert [name for name in names if not known(name)] == []
     for name in re.findall(rf"`((?:{METRICS})/[\w@<>/]+)`", text):
-        assert (ROOT / name).exists() or find_metric(name), name
+        assert (ROOT / name).exists() or _find_metric(name), name
     for _, language, text in FENCE.findall(PAGES[page]):
         for line in text.replace("\\\n", " ").splitlines() * (language == "sh"):
             words = shlex.split(line, comments=True)

@@ -131,8 +131,8 @@ def _make_names_unique(runs: Sequence[RunData]) -> None:
             run.name = run.path
 
 
-HOST = "127.0.0.1"
-_ALLOWED_HOSTS = (HOST, "localhost")
+_HOST = "127.0.0.1"
+_ALLOWED_HOSTS = (_HOST, "localhost")
 """Allowed host names in requests. Any other name belongs to a foreign page whose DNS entry points
 to this machine."""
 _TYPES = {"": "text/html; charset=utf-8", "data": "application/json"}
@@ -153,7 +153,7 @@ class _Server(ThreadingHTTPServer):
         self._runs: list[tuple[RunData, Chunks]] = []
         self.runs()
         try:
-            super().__init__((HOST, port), _Handler)
+            super().__init__((_HOST, port), _Handler)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"--port {port}: {error}") from error
 
@@ -179,7 +179,7 @@ class _Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self.server_port}/?token={self.token}"
+        return f"http://{_HOST}:{self.server_port}/?token={self.token}"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -251,7 +251,7 @@ def watch(folders: Sequence[str], port: int) -> None:
     with _Server(folders, port) as server:
         print(
             f"{server.url}\nCtrl-C stops it. Only this machine can open it. Over SSH: ssh -L "
-            f"{server.server_port}:{HOST}:{server.server_port} …",
+            f"{server.server_port}:{_HOST}:{server.server_port} …",
             flush=True,
         )
         try:

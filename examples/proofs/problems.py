@@ -99,16 +99,15 @@ def _problems(draw: random.Random) -> Iterator[_Problem]:
         )
 
 
-def _distinct(count: int, seed: int) -> list[_Problem]:
-    by_statement: dict[str, _Problem] = {}
-    for problem in _problems(random.Random(seed)):
+def _distinct() -> list[_Problem]:
+    problems, by_statement = _problems(random.Random(0)), dict[str, _Problem]()
+    while len(by_statement) < _COUNT:
+        problem = next(problems)
         by_statement.setdefault(problem.statement, problem)
-        if len(by_statement) == count:
-            break
     return list(by_statement.values())
 
 
-def lines(count: int = _COUNT, seed: int = 0) -> list[dict[str, Any]]:
+def lines() -> list[dict[str, Any]]:
     return [
         {
             "messages": [
@@ -117,7 +116,7 @@ def lines(count: int = _COUNT, seed: int = 0) -> list[dict[str, Any]]:
             ],
             "reward": {"kind": "proof", "reference": problem.proof},
         }
-        for problem in _distinct(count, seed)
+        for problem in _distinct()
     ]
 
 
@@ -125,7 +124,7 @@ def _make_evaluations() -> list[dict[str, Any]]:
     """Generate three proof evaluations per problem. An evaluation's score is 1 if all the flaws it
     claims are real, 0.5 if half of them are, and 0 if none are."""
     rows: list[dict[str, Any]] = []
-    for problem in _distinct(_COUNT, seed=0):
+    for problem in _distinct():
         wrong = problem.proof.replace(problem.right, problem.wrong)
         for proof, flaws, score in (
             (wrong, [problem.flaw], 1.0),

@@ -11,7 +11,7 @@ import pytest
 from keel.commands import new as module
 from keel.commands.cli import main, parser
 from keel.commands.new import new
-from keel.commands.reference import _normalize_name, all_knobs, describe, sections
+from keel.commands.reference import _all_knobs, _normalize_name, describe, sections
 from keel.commands.synthesize import _task_settings
 from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
 from keel.configs.dump import as_override
@@ -124,7 +124,7 @@ def test_texts_survive_yaml() -> None:
     assert as_override("/models/Qwen3-4B") == "/models/Qwen3-4B"
 
 
-KNOBS = {knob.name: knob for knob in all_knobs()}
+KNOBS = {knob.name: knob for knob in _all_knobs()}
 
 
 @pytest.mark.parametrize(
@@ -149,9 +149,9 @@ def test_names_are_described(name: str, parts: list[str], monkeypatch: pytest.Mo
 
 
 def test_every_knob_of_a_recipe_is_described() -> None:
-    assert [knob.name for knob in all_knobs() if not knob.text] == []
+    assert [knob.name for knob in _all_knobs() if not knob.text] == []
     assert [section.name for section in sections() if not section.text] == []
-    assert len(KNOBS) == len(all_knobs()) and all(_normalize_name(name) == name for name in KNOBS)
+    assert len(KNOBS) == len(_all_knobs()) and all(_normalize_name(name) == name for name in KNOBS)
     recipes = [load_config(name) for name in ("quickstart", "sft-distilled", "mixed-agents")]
     paths = {_normalize_name(knob) for recipe in recipes for knob in flatten_config(recipe)}
     lists = {section.path.removesuffix("[]") for section in sections()}

@@ -17,7 +17,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from keel.commands.cli import main
-from keel.commands.reference import find_metric
+from keel.commands.reference import _find_metric
 from keel.commands.report.folders import read_folder
 from keel.trainer.run.journal import EVENTS
 from keel.trainer.run.signals import PREEMPTED
@@ -60,7 +60,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     steps = [json.loads(line) for line in lines if line.endswith("\n")]
     names = {name for line in steps for name in line} - {"step", "time"}
-    assert [name for name in names if find_metric(name) is None] == []
+    assert [name for name in names if _find_metric(name) is None] == []
     return steps
 
 

@@ -20,7 +20,7 @@ from keel.agents.environments.general.workshop import (
 )
 from keel.agents.types import ToolResult
 from keel.commands.cli import main
-from keel.commands.synthesize import MakeTask, _make_all, synthesize
+from keel.commands.synthesize import _make_all, _MakeTask, synthesize
 from keel.configs.load import load_as
 from keel.configs.synthesis import AuthorConfig, CostConfig, SynthesisConfig
 from keel.rl.turns import Malformed, Parsed, ToolCall, ToolSpec
@@ -43,7 +43,7 @@ KEYS = [f"t{n}" for n in range(8)]
 
 
 def synthesized(
-    folder: Path, make: MakeTask, *, stop_at: str = "", at_once: int = 2, **more: Any
+    folder: Path, make: _MakeTask, *, stop_at: str = "", at_once: int = 2, **more: Any
 ) -> tuple[str, dict[str, Any], list[str]]:
     async def all_of_them() -> tuple[str, dict[str, Any], list[str]]:
         lines: list[str] = []

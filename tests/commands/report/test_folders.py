@@ -17,7 +17,7 @@ import pytest
 from keel.commands.cli import main
 from keel.commands.report import page as page_module
 from keel.commands.report.folders import read_folder
-from keel.commands.report.page import _SCRIPTS, HOST, _Server, page
+from keel.commands.report.page import _HOST, _SCRIPTS, _Server, page
 from tests.commands.report.runs import (
     ATTACKS,
     BREAKS,
@@ -239,7 +239,7 @@ def server(watched: Path) -> Iterator[_Server]:
 
 def get(server: _Server, path: str, **headers: str) -> tuple[int, bytes, str]:
     """Return status, body and ETag. `{token}` in the path is replaced."""
-    connection = http.client.HTTPConnection(HOST, server.server_port, timeout=60)
+    connection = http.client.HTTPConnection(_HOST, server.server_port, timeout=60)
     try:
         connection.request("GET", path.replace("{token}", server.token), headers=headers)
         answer = connection.getresponse()
