@@ -10,14 +10,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import ray_workers
+from tests.forked import forking_ray_workers, start_worker_server
+from tests.ray_workers import SERVER
 
 # As in the Makefile; must be set before torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -165,20 +165,20 @@ def process_as_it_was() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def ray_worker_server() -> Iterator[str]:
-    with ray_workers.worker_server() as address:
-        yield address
+def ray_worker_server(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A server of Ray workers for all processes of this run of pytest."""
+    folder, session = tmp_path_factory.getbasetemp(), os.getpid()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder, session = folder.parent, os.getppid()
+    start_worker_server(folder / "ray", session)
+    return str(folder / "ray")
 
 
 @pytest.fixture(scope="module")
 def forked_ray_workers(ray_worker_server: str) -> Iterator[None]:
     """Fork the workers of Ray clusters that this process starts, which saves seconds for each."""
-    from ray._private.parameter import RayParams  # noqa: PLC0415  (slow to load)
-
-    forking = partial(RayParams, setup_worker_path=ray_workers.__file__)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ray_workers.SERVER, ray_worker_server)
-        patch.setattr("ray._private.parameter.RayParams", forking)
+    with pytest.MonkeyPatch.context() as patch, forking_ray_workers():
+        patch.setenv(SERVER, ray_worker_server)
         yield
 
 

@@ -10,18 +10,17 @@ import runpy
 import select
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
-import threading
 from argparse import ArgumentParser
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
+from typing import NoReturn
 
 SERVER = "KEEL_TEST_RAY_WORKERS"
 """Environment variable with the path of the server's socket."""
+WAITING = ["sh", "-c", "read end", "forked"]
+"""Command of the process that Ray started, which waits for the end of the worker. Its last argument
+is the worker's process id."""
 LIBRARIES = (
     "deepspeed",
     "transformers.conversion_mapping",
@@ -33,25 +32,19 @@ LIBRARIES = (
 )
 
 
-@contextmanager
-def worker_server() -> Iterator[str]:
-    """Start a server and yield the path of its socket."""
-    with tempfile.TemporaryDirectory(prefix="keel-") as folder:
-        address = f"{folder}/socket"
-        cpu = {SERVER: address, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        with subprocess.Popen(
-            [sys.executable, "-m", "tests.ray_workers", "serve"],
-            cwd=Path(__file__).parents[1],
-            env={**os.environ, **cpu},
-            stdin=subprocess.PIPE,  # the server ends with it
-            stdout=subprocess.PIPE,
-        ) as server:
-            assert server.stdout and server.stdout.readline()
-            yield address
-
-
-def serve() -> None:
-    """Fork a worker for each connection until standard input ends."""
+def serve(session: int) -> None:
+    """Fork a worker for each connection until the process `session` ends."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(os.environ[SERVER])
+    except OSError:  # another process of the session has started a server
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(os.environ[SERVER])
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1)
+        print("ready", flush=True)
+        return
+    listener.listen()
     from keel.model.imports import heavy_imports, not_found  # noqa: PLC0415
 
     # Ray's library reads the environment of its worker when it is loaded.
@@ -59,34 +52,49 @@ def serve() -> None:
         for library in LIBRARIES:
             with suppress(ImportError):  # such as vLLM's worker for CPUs, in its build for GPUs
                 import_module(library)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(os.environ[SERVER])
-        listener.listen()
-        print("ready", flush=True)
-        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
-            connection, _ = listener.accept()
-            if os.fork() == 0:
-                listener.close()
-                become_worker(connection)
-            connection.close()
+    # This module must find Ray, too.
+    if (executor := sys.modules.get("vllm.v1.executor")) and hasattr(executor, "ray_utils"):
+        del executor.ray_utils, sys.modules["vllm.v1.executor.ray_utils"]
+    print("ready", flush=True)
+    end = os.pidfd_open(session)
+    workers: dict[int, socket.socket] = {}
+    """Connection to the client of each worker, by the worker's file descriptor."""
+    while end not in (
+        ready := select.select([end, listener, *workers, *workers.values()], [], [])[0]
+    ):
+        for worker, client in [*workers.items()]:
+            if worker in ready:
+                os.waitid(os.P_PIDFD, worker, os.WEXITED)
+                os.close(worker)
+                workers.pop(worker).close()
+            elif client in ready:
+                signal.pidfd_send_signal(worker, signal.SIGKILL)
+        if listener in ready:
+            client, _ = listener.accept()
+            size, files, _, _ = socket.recv_fds(client, 8, 2)
+            with client.makefile("rb") as stream:
+                request = stream.read(int.from_bytes(size, "big"))
+            if request and (pid := os.fork()) == 0:
+                for inherited in (listener, client, *workers.values()):
+                    inherited.close()
+                become_worker(request, files)
+            if request:
+                workers[os.pidfd_open(pid)] = client
+                with suppress(OSError):
+                    client.sendall(str(pid).encode())
+            for file in files:
+                os.close(file)
+    for worker in workers:
+        signal.pidfd_send_signal(worker, signal.SIGKILL)
 
 
-def become_worker(connection: socket.socket) -> None:
-    size, files, _, _ = socket.recv_fds(connection, 8, 2)
-    with connection.makefile("rb") as stream:
-        arguments, environment, folder = json.loads(stream.read(int.from_bytes(size, "big")))
+def become_worker(request: bytes, files: list[int]) -> NoReturn:
+    arguments, environment, folder, blocked = json.loads(request)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, file in enumerate(files, start=1):
         os.dup2(file, number)
         os.close(file)
-
-    def end_with_client() -> None:
-        connection.recv(1)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=end_with_client, daemon=True).start()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -95,7 +103,7 @@ def become_worker(connection: socket.socket) -> None:
     os._exit(0)
 
 
-def ask() -> None:
+def ask() -> NoReturn:
     """Ask the server for the worker that Ray wants, and wait for its end."""
     parser = ArgumentParser()
     parser.add_argument("--serialized-runtime-env-context", default="{}")
@@ -103,16 +111,19 @@ def ask() -> None:
     known, arguments = parser.parse_known_args()
     context = json.loads(known.serialized_runtime_env_context)
     environment = {**os.environ, **context.get("env_vars", {})}
-    request = json.dumps([arguments, environment, os.getcwd()]).encode()
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(os.environ[SERVER])
-        socket.send_fds(connection, [len(request).to_bytes(8, "big")], [1, 2])
-        connection.sendall(request)
-        connection.recv(1)
+    blocked = [*signal.pthread_sigmask(signal.SIG_BLOCK, ())]
+    request = json.dumps([arguments, environment, os.getcwd(), blocked]).encode()
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(os.environ[SERVER])
+    socket.send_fds(connection, [len(request).to_bytes(8, "big")], [1, 2])
+    connection.sendall(request)
+    worker = connection.recv(20).decode()
+    os.dup2(connection.fileno(), 0)
+    os.execvp(WAITING[0], [*WAITING, worker])
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["serve"]:
-        serve()
+    if sys.argv[1:2] == ["serve"]:
+        serve(int(sys.argv[2]))
     else:
         ask()

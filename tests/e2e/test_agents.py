@@ -9,7 +9,6 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from tests.agents.sandboxes import commands
 from tests.e2e.test_command import DEADLINE_S, Running, metrics, wait_until, words_of
 from tests.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_ray_workers")]
 STEPS = 200
 AGENT = """
 from openai import OpenAI
@@ -112,12 +111,10 @@ class Watched:
         return [self.seen[process] for process in alive]
 
     def _watch(self) -> None:
-        top = psutil.Process(self.run.process.pid)
         while not self._ended.wait(0.5):
-            with suppress(psutil.NoSuchProcess):
-                for process in top.children(recursive=True):
-                    if process not in self.seen:
-                        self.seen[process] = words_of(process)
+            for process in self.run.below():
+                if process not in self.seen:
+                    self.seen[process] = words_of(process)
 
 
 @pytest.fixture
@@ -132,7 +129,7 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def watched(tmp_path: Path, scratch: Path) -> Iterator[Watched]:
-    watched = Watched(Running(recipe(tmp_path), tmp_path / "log.txt"))
+    watched = Watched(Running(recipe(tmp_path), tmp_path / "log.txt", module="tests.forked"))
     yield watched
     watched.run.kill()
 

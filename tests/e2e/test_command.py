@@ -21,6 +21,7 @@ from keel.commands.reference import _find_metric
 from keel.commands.report.folders import read_folder
 from keel.trainer.run.journal import EVENTS
 from keel.trainer.run.signals import PREEMPTED
+from tests.forked import descendants
 from tests.waiting import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).parent.parent.parent
@@ -80,11 +81,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Running:
-    def __init__(self, arguments: list[str], log: Path) -> None:
+    def __init__(self, arguments: list[str], log: Path, module: str = "keel.commands.cli") -> None:
         self._log = log
         env = {**os.environ, **KEYS, "PYTHONUNBUFFERED": "1"}
         streams: dict[str, Any] = {"stdout": log.open("w"), "stderr": subprocess.STDOUT}
-        command = [sys.executable, "-m", "keel.commands.cli", "train", *arguments]
+        command = [sys.executable, "-m", module, "train", *arguments]
         self.process = subprocess.Popen(command, cwd=ROOT, env=env, **streams)
 
     def output(self) -> str:
@@ -104,9 +105,7 @@ class Running:
             self.process.wait(timeout=DEADLINE_S)
 
     def below(self) -> list[psutil.Process]:
-        with suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.process.pid).children(recursive=True)
-        return []
+        return descendants(self.process.pid)
 
     def signal_all(self, number: signal.Signals) -> None:
         """Signal every process of the job at once, as a scheduler does."""

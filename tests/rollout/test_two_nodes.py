@@ -37,6 +37,7 @@ def check_samples(groups: Sequence[Group], model: Any, *, version: int) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("forked_ray_workers")
 def test_dead_worker_ends_the_engine_and_the_next_has_the_weights(tmp_path: Path) -> None:
     model = make_model(tmp_path)
     spec = engine_spec(tmp_path, tensor_parallel=2, sampling=OPEN)
