@@ -18,7 +18,6 @@ from keel.configs.schema import (
     Config,
     DataConfig,
     Dtype,
-    EnvironmentConfig,
     ModelConfig,
     RolloutConfig,
     RunConfig,
@@ -58,16 +57,12 @@ def make_config(
     mask_delta: float = MASK_DELTA,
     kept_mass_coef: float = 0.0,
     sleep: bool = False,
-    agents: bool = False,
     residual_dtype: Literal["model", "float32"] = "model",
     **trainer: Any,
 ) -> Config:
     source = SourceConfig(
         name="s", source="reasoning_gym", task="chain_sum", size=8, kl_coef=kl_coef
     )
-    if agents:
-        environment = EnvironmentConfig(target="shop:Shop")
-        source = SourceConfig(name="s", source="environment", size=8, environment=environment)
     options: dict[str, Any] = {
         "ranks": ranks,
         "zero_stage": stage,

@@ -190,9 +190,6 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
     },
     2: {
         **{f"qwen3_moe, stage {s}": training(s, resume=s in (0, 3)) for s in STAGES},
-        "deepseek_v3, stage 3, recomputed": training(
-            3, "deepseek_v3", activation_checkpointing=True
-        ),
         "live reference, stage 2": referenced(2),
         "replayed reference, stage 3": referenced(3, ref_routing="replay"),
         "live reference, sequence, stage 3": referenced(3, sequence_parallel=2),
