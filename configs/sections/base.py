@@ -153,6 +153,29 @@ def _knob_paths(section: type, prefix: str = "") -> Iterator[str]:
             yield from _knob_paths(nested, f"{prefix}{name}{'[]' * (get_origin(hint) is tuple)}.")
 
 
+_RENAMED = {
+    "answer_s": "completion_s",
+    "batch": "batch_size",
+    "deadline_s": "timeout_s",
+    "embedded": "tiny",
+    "failure_share": "max_failure_fraction",
+    "fewer_after_s": "elastic_wait_s",
+    "frozen_after_s": "hang_timeout_s",
+    "gpu_memory": "gpu_memory_utilization",
+    "max_batched_tokens": "max_num_batched_tokens",
+    "max_concurrent": "max_num_seqs",
+    "max_open": "max_concurrent_episodes",
+    "park": "offload_while_sampling",
+    "prefix_caching": "enable_prefix_caching",
+    "right": "correct_threshold",
+    "sleep": "time_share",
+    "startup_deadline_s": "startup_timeout_s",
+    "update_deadline_s": "update_timeout_s",
+    "worked": "worked_fraction",
+}
+"""Maps the old name of a knob or section to its current name in the same section."""
+
+
 def suggest(path: str, root: type) -> str:
     """Suggest a replacement for the unknown knob at `path`.
 
@@ -163,6 +186,8 @@ def suggest(path: str, root: type) -> str:
     plain = re.sub(r"\[[^]]*\]", "[]", path)
     knobs = sorted(_knob_paths(root), key=lambda knob: knob.count("."))
     names = [*knobs, *dict.fromkeys(knob.rpartition(".")[0] for knob in knobs)]
+    if key in _RENAMED and plain.removesuffix(key) + _RENAMED[key] in names:
+        return f"renamed to {section}.{_RENAMED[key]}"
     matches = [name for name in names if f".{name}".endswith(f".{key}")]
     if matches := matches or difflib.get_close_matches(plain, names, n=1, cutoff=0.75):
         return f"did you mean {' or '.join(matches)}?"

@@ -14,6 +14,8 @@ from keel.configs.dump import dump_config
 from keel.configs.load import load_as, load_config
 from keel.configs.paths import data_path, shipped_recipes, unwritable
 from keel.configs.schema import Config, ConfigError, DataConfig, LoraConfig, SourceConfig
+from keel.configs.sections.base import _RENAMED, _knob_paths
+from keel.configs.synthesis import SynthesisConfig
 from keel.configs.system_prompts import with_system
 from keel.configs.work_folder import WorkFolder
 
@@ -86,6 +88,16 @@ def test_mistakes_are_reported_with_their_lines(tmp_path: Path) -> None:
     assert typo.startswith(f"{path}:7: trainer.lrr: ")
     assert value.startswith(f"{path}:8: trainer.zero_stage = 9")
     assert section.startswith(f"{path}:9: evil: ")
+
+
+def test_old_names_are_answered_with_new_ones(tmp_path: Path) -> None:
+    known = {*_knob_paths(Config), *_knob_paths(SynthesisConfig)}
+    assert {*_RENAMED.values()} <= {name for path in known for name in path.split(".")}
+    path = write(tmp_path, RECIPE)
+    assert refused(path, "rollout.sleep=1").endswith("renamed to rollout.time_share")
+    length = "data.sources[sums].length"
+    assert refused(path, f"{length}.right=1").endswith(f"renamed to {length}.correct_threshold")
+    assert refused(path, "model.embedded.layers=1").endswith("renamed to model.tiny")
 
 
 def test_unknown_key_is_answered_with_a_knob(tmp_path: Path) -> None:
