@@ -136,7 +136,9 @@ def _compile_schemas(text: str) -> dict[str, Any]:
         if name in validators:
             raise ValueError(f"tool {name}: two tools have this name")
         try:
-            validators[name] = _validator(parameters)
+            if not isinstance(parameters, dict) or cast(Any, parameters).get("type") != "object":
+                raise ValueError("must have type: object, with the arguments as its properties")
+            validators[name] = compile_schema(cast(Any, parameters), keywords=_KEYWORDS)
         except ValueError as error:
             raise ValueError(f"tool {name}: its schema {error}") from error
         except RecursionError as error:
@@ -145,12 +147,6 @@ def _compile_schemas(text: str) -> dict[str, Any]:
             reason = repr(error)[:_MAX_CHARACTERS]
             raise ValueError(f"tool {name}: its schema is invalid: {reason}") from error
     return validators
-
-
-def _validator(parameters: Any) -> Any:
-    if not isinstance(parameters, dict) or cast(Any, parameters).get("type") != "object":
-        raise ValueError("must have type: object, with the arguments as its properties")
-    return compile_schema(cast(dict[str, Any], parameters), keywords=_KEYWORDS)
 
 
 def _additional_properties(

@@ -204,7 +204,7 @@ class TrajectoryRecorder:
         full = result.finish_reason == "length" and len(record.ids) >= self._budget.window
         ended: FinishReason = "window" if full else result.finish_reason
         message = strict_json.replace_surrogates(message_of(parsed))
-        if ended != "stop" or not request.may_call or not parsed.closed:
+        if ended != "stop" or request.tool_choice == "none" or not parsed.closed:
             message.pop("tool_calls", None)  # clients run calls whatever the finish reason
         turn = _Turn(record, len(record.ids), tools_key, message, in_thinking=parsed.in_thinking)
         verbatim = len(message.get("tool_calls", ())) == len(parsed.calls)

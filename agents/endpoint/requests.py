@@ -72,10 +72,6 @@ def _as_parts(content: Any) -> Any:
     return content
 
 
-def _as_arguments(arguments: Any) -> Any:
-    return load_json(arguments or "{}") if isinstance(arguments, str) else arguments or {}
-
-
 class _Model(BaseModel):
     """Base class for all parts of a request. Lists use `FailFast`, because collecting a million
     errors would take several seconds."""
@@ -90,7 +86,11 @@ class _TextPart(_Model):
 
 class _CalledFunction(_Model):
     name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(_as_arguments)] = {}
+    arguments: Annotated[
+        dict[str, Any],
+        BeforeValidator(lambda sent: load_json(sent or "{}") if isinstance(sent, str) else sent),
+        BeforeValidator(lambda sent: sent or {}),
+    ] = {}
 
 
 class _Call(_Model):
@@ -175,10 +175,6 @@ class ChatRequest(_Model):
             )
             for tool in self.sent_tools
         )
-
-    @property
-    def may_call(self) -> bool:
-        return self.tool_choice == "auto"
 
     @property
     def limit(self) -> int | None:

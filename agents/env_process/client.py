@@ -22,15 +22,12 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, Field, ValidationError
 
 from keel.agents.env_process.launch import (
-    BASE_ENV,
     MAX_MESSAGE_BYTES,
     REAP_S,
-    START,
     ChildProcess,
     EnvironmentProgram,
     EnvSandbox,
     encode_line,
-    launch,
     open_channel,
     with_deadline,
 )
@@ -74,16 +71,8 @@ class ProcessEnvironment:
 
     async def open(self, task: Prompt, *, seed: int) -> Opening:
         program = self._program
-        request = {
-            "do": "open",
-            "target": program.target,
-            "kind": program.kind,
-            "arguments": dict(program.arguments),
-            "paths": [str(program.where.absolute())],
-            "seed": seed,
-            "memory_mib": program.memory_mib,
-            "task": {**task_fields(task), "thinking": task.thinking, "reward": dict(task.reward)},
-        }
+        fields = {**task_fields(task), "thinking": task.thinking, "reward": dict(task.reward)}
+        request = {"do": "open", **program.as_json(), "seed": seed, "task": fields}
         async with self._starting or nullcontext():
             await self._start()
             reply = await self._ask("open", request, program.open_s)
@@ -100,16 +89,10 @@ class ProcessEnvironment:
     async def _start(self) -> None:
         if self._process is not None or self._closed:
             raise EnvironmentLost("open", "an environment serves one episode")
-        program = self._program
         if self._fork_server is not None:
             self._process = await self._fork_server.fork()
         if self._process is None:
-            self._process = await launch(
-                [program.python, str(START), "server:serve_channel"],
-                program,
-                env=BASE_ENV,
-                readable=program.needed,
-            ).connect()
+            self._process = await self._program.launch("server:serve_channel").connect()
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
         if self._arguments is None:
@@ -311,25 +294,13 @@ class ForkServerClient:
 
     async def _start(self) -> None:
         program = self._program
-        self._process = process = launch(
-            [program.python, str(START), "fork_server:main"],
-            program,
-            env=BASE_ENV,
-            readable=program.needed,
-            forks=True,
-        )
-        openenv = program.kind in ("auto", "openenv")
-        load = {
-            "do": "load",
-            "target": program.target,
-            "action": program.arguments.get("action") if openenv else None,
-            "paths": [str(program.where.absolute())],
-            "memory_mib": program.memory_mib,
-        }
+        self._process = process = program.launch("fork_server:main", forks=True)
         try:
             if program.sandbox is not None:
                 await self._check_isolation(process, program.sandbox)
-                process.limit = program.sandbox.limit_memory(process.pid, inside=False)
+            # All arguments may not fit in one message.
+            action = {"action": program.arguments.get("action")}
+            load = {"do": "load", **program.as_json(), "arguments": action}
             reply, _ = await self._ask(process, load)
             if "failed" in reply:
                 raise await self._lost(process, str(reply["failed"]))

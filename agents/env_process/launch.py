@@ -326,7 +326,7 @@ def launch(
                 undo.callback(process.wait)
                 undo.callback(process.kill)
                 limit = None
-                if sandbox is not None and not forks:
+                if sandbox is not None:
                     limit = sandbox.limit_memory(process.pid, inside=False)
         except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
             reason = f"cannot run {command[0]}: {error}"
@@ -419,23 +419,28 @@ class EnvironmentProgram(ProcessSettings):
 
     def __post_init__(self) -> None:
         ProcessSettings.__post_init__(self)
-        if not self.target or self.target.startswith(":"):
-            raise ValueError(f"target = {self.target!r}; write module:name")
         try:
             encode_line(self.arguments)
         except ValueError as error:
             raise ValueError(f"arguments: {error}") from error
 
-    @property
-    def where(self) -> Path:
-        return self.folder or Path.cwd()
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields that an environment is loaded from inside its process."""
+        return {
+            "target": self.target,
+            "kind": self.kind,
+            "arguments": dict(self.arguments),
+            "paths": [str((self.folder or Path.cwd()).absolute())],
+            "memory_mib": self.memory_mib,
+        }
 
-    @property
-    def needed(self) -> tuple[Path, ...]:
-        """Paths that the program must be able to read in a sandbox."""
-        file = self.where / self.target.partition(":")[0]
+    def launch(self, function: str, *, forks: bool = False) -> ChildProcess:
+        """Start a function of `keel.agents.env_runtime` with the environment's interpreter."""
+        folder = self.folder or Path.cwd()
+        file = folder / self.target.partition(":")[0]
         files = [file] if file.name.endswith(".py") and file.is_file() else []
-        return (*READABLE, self.where, *files)
+        command, readable = [self.python, str(START), function], (*READABLE, folder, *files)
+        return launch(command, self, env=BASE_ENV, readable=readable, forks=forks)
 
 
 _RESERVED_ENV = (

@@ -4,7 +4,8 @@ It is started as `python start.py fork_server:main` and needs Linux and Python 3
 
 Standard input is a socket (SOCK_SEQPACKET) that carries JSON messages, one at a time:
 
-    → {"do": "load", "target": "my_env:Shop", "paths": […], "memory_mib": 2048, "action": null}
+    → {"do": "load", "target": "my_env:Shop", "kind": "auto", "arguments": {"action": null},
+       "paths": […], "memory_mib": 2048}
     ← {"is": {}}
     → {"do": "fork", "isolation": {…} or null, "env": {…}, "run": null}
                               with two descriptors: the episode's channel, its standard error
@@ -54,7 +55,7 @@ class _ForkServer:
         limit_memory(request["memory_mib"])
         sys.path[:0] = request["paths"]
         random.seed(0)
-        preload(request["target"], request["action"])
+        preload(request)
         if reason := self._shared_state():
             return {"cannot": f"importing it {reason}"}
         with suppress(OSError, ValueError):  # forked processes count towards this limit
@@ -81,7 +82,10 @@ class _ForkServer:
 
     def fork(self, request: _Data, channel: int, stderr: int) -> Optional[int]:  # noqa: UP045
         isolation = request["isolation"]
-        if isolation is not None and _mounts_in_tmp():  # a private /tmp would hold a copy of them
+        with open("/proc/self/mountinfo", "rb") as file:
+            mounts = [line.split()[4] for line in file]
+        # A private /tmp would hold a copy of these folders.
+        if isolation is not None and any(one.startswith(b"/tmp/") for one in mounts):
             self._send({"cannot": "the environment has folders in /tmp"})
             return None
         sys.stdout.flush()
@@ -272,11 +276,6 @@ def _mount_private_tmp(options: bytes) -> None:
     _mount(b"tmpfs", b"/tmp", _NOSUID | _NODEV, options)
     shutil.copytree(f"/proc/self/fd/{previous}", "/tmp", symlinks=True, dirs_exist_ok=True)
     os.close(previous)
-
-
-def _mounts_in_tmp() -> bool:
-    with open("/proc/self/mountinfo", "rb") as file:
-        return any(line.split()[4].startswith(b"/tmp/") for line in file)
 
 
 def _map_user(uid: tuple[int, int], gid: tuple[int, int]) -> None:

@@ -30,7 +30,7 @@ import random
 import resource
 import sys
 from contextlib import suppress
-from typing import Any, Optional, cast
+from typing import Any, cast
 
 from keel.agents.env_runtime.games import (
     CLIENT,
@@ -188,13 +188,14 @@ _ADAPTER_OPTIONS = ("play_by", "scale", "rules")
 _loaded: dict[str, Any] = {}
 
 
-def preload(target: str, action: Optional[str]) -> None:  # noqa: UP045
+def preload(request: _Request) -> None:
     """Import the modules that every episode needs before forking."""
+    target = request["target"]
     late: tuple[str, ...] = (CLIENT,)
     if not is_address(target):
         _load_object(target)
-        if action:
-            _load_object(action)
+        if request["kind"] in ("auto", "openenv") and request["arguments"].get("action"):
+            _load_object(request["arguments"]["action"])
         name = target.partition(":")[0]
         module = sys.modules[_module_name(name) if name.endswith(".py") else name]
         late = getattr(module, "PRELOAD", ())

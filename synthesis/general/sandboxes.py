@@ -132,9 +132,8 @@ class GeneralSandboxes:
             "typed", environment, "describe", within_s=self.config.call_s
         )
         try:
-            schemas = [{**spec} for spec in specs.values()]
-            _ = [schema.pop("returns") for schema in schemas]
-            ArgumentValidator([ToolSpec(**schema) for schema in schemas])
+            keys = ("name", "description", "parameters")
+            ArgumentValidator([ToolSpec(**{k: one[k] for k in keys}) for one in specs.values()])
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise Rejected("typed", f"the tools' schemas: {error}") from error
         return specs

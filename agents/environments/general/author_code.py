@@ -106,8 +106,8 @@ _PLAIN = (
     *("ZeroDivisionError", "NotImplementedError"),
 )
 _MORE = (
-    *("__build_class__", "bytes", "callable", "complex", "format", "issubclass", "object"),
-    *("property", "staticmethod", "classmethod", "super", "type"),
+    *("__import__", "__build_class__", "bytes", "callable", "complex", "format", "issubclass"),
+    *("object", "property", "staticmethod", "classmethod", "super", "type"),
 )
 _CLOSED = re.compile(r"_.*|(gi|cr|ag|tb|f|co|func)_\w+|format|format_map|mro|now|today|utcnow")
 """Forbidden attributes, which would give access to the interpreter or the clock."""
@@ -160,18 +160,9 @@ def _complaint(node: ast.AST, part: _Part) -> str:
 
 
 def _namespace(part: _Part) -> dict[str, Any]:
-    def import_module(
-        name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
-    ) -> ModuleType:
-        if name not in MODULES or level:
-            raise ImportError(f"there is no module {name!r} for a task's code")
-        return importlib.__import__(name, globals, locals, fromlist, level)
-
     names = _PLAIN if part == "solve" else (*_PLAIN, *_MORE)
     functions: dict[str, Any] = {name: getattr(builtins, name) for name in names}
     functions["print"] = lambda *_, **__: None  # type: ignore[misc]
-    if part != "solve":
-        functions["__import__"] = import_module
     return {"__builtins__": functions, "__name__": part}
 
 
