@@ -4,14 +4,12 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from keel.agents.env_process.launch import (
     MAX_MESSAGE_BYTES,
     ChildProcess,
-    ProcessSettings,
+    EnvironmentProgram,
     launch,
     with_deadline,
 )
@@ -20,29 +18,13 @@ from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rl.types import Prompt, Verdict
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class McpServer(ProcessSettings):
-    command: Sequence[str] = ()
-    """The command that starts the server of an episode. `{seed}` is replaced by the seed."""
-    url: str = ""
-
-    def __post_init__(self) -> None:
-        if bool(self.command) == bool(self.url):
-            raise ValueError("MCP server: set either command or url")
-        ProcessSettings.__post_init__(self)
-        if find_spec("mcp") is None:
-            raise ValueError("MCP server: the package is missing; pip install 'mcp>=2,<3'")
-
-    @property
-    def name(self) -> str:
-        return self.url or " ".join(self.command)
-
-
 class McpEnvironment:
     """An episode that uses an MCP server's tools. It has no user messages and no grading, because
     MCP supports neither."""
 
-    def __init__(self, server: McpServer, *, starting: asyncio.Semaphore | None = None) -> None:
+    def __init__(
+        self, server: EnvironmentProgram, *, starting: asyncio.Semaphore | None = None
+    ) -> None:
         self._server = server
         self._starting = starting
         self._process: ChildProcess | None = None

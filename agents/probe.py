@@ -13,7 +13,7 @@ from keel.agents.endpoint.server import Endpoint
 from keel.agents.env_process.client import ForkServerClient, ProcessEnvironment
 from keel.agents.env_process.launch import AgentProgram, EnvironmentProgram
 from keel.agents.episode import Budget, EpisodeSettings
-from keel.agents.mcp_client import McpEnvironment, McpServer
+from keel.agents.mcp_client import McpEnvironment
 from keel.agents.types import Environment, EnvironmentLost, Opening
 from keel.configs.system_prompts import with_system
 from keel.rl.turns import Chat, TurnRequest, TurnResult
@@ -23,7 +23,7 @@ _SHOWN_TOOLS = 8
 
 
 async def try_environment(
-    program: EnvironmentProgram | McpServer,
+    program: EnvironmentProgram,
     *,
     task: Prompt,
     seed: int,
@@ -37,8 +37,8 @@ async def try_environment(
     may give only after a turn, the description has a warning and the names are None. Raises
     ValueError if the environment can't be opened, its tools are invalid, or its opening messages
     don't fit in the context window."""
-    name = program.target if isinstance(program, EnvironmentProgram) else program.name
-    if isinstance(program, EnvironmentProgram):
+    name = program.name
+    if program.target:
         fork_server = ForkServerClient(program)
         environment = ProcessEnvironment(program, fork_server=fork_server)
     else:
@@ -53,8 +53,7 @@ async def try_environment(
         except EnvironmentLost as error:
             verdict = str(error)
     except EnvironmentLost as error:
-        is_program = isinstance(program, EnvironmentProgram)
-        python = f"interpreter {program.python}, " if is_program else ""
+        python = f"interpreter {program.python}, " if program.target else ""
         output = f". Its output ends with: {error.output}" if error.output else ""
         raise ValueError(
             f"environment {name} cannot be opened for task {task.prompt_id}: "

@@ -309,19 +309,13 @@ class SynthesisConfig(Section):
             "search.entities",
             "must name a file, as search.library cannot list its entities",
         )
-        for name, changes in (
-            *(
-                (f"search.answerers[{n}].author", one.author)
-                for n, one in enumerate(search.answerers)
-            ),
-            ("search.verifier", search.verifier),
-        ):
+        changed = {f"answerers[{n}].author": one.author for n, one in enumerate(search.answerers)}
+        for name, changes in (*changed.items(), ("verifier", search.verifier)):
             try:
                 replace(self.author, **changes)
             except TypeError as error:
-                raise ConfigError(
-                    f"{name} = {dict(changes)}: not a knob of author: {error}"
-                ) from error
+                reason = f"not a knob of author: {error}"
+                raise ConfigError(f"search.{name} = {dict(changes)}: {reason}") from error
 
 
 def affects_tasks(knob: str) -> bool:

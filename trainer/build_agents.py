@@ -20,7 +20,7 @@ from keel.agents.env_process.launch import (
 )
 from keel.agents.environments.interpreter import CELL_S, ENDING_S, split_call_time
 from keel.agents.episode import POLICY_PHASES, Budget, EpisodeSettings
-from keel.agents.mcp_client import McpEnvironment, McpServer
+from keel.agents.mcp_client import McpEnvironment
 from keel.agents.probe import try_environment, try_program
 from keel.agents.runner import (
     PURPOSES,
@@ -165,26 +165,14 @@ def _turn_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
     return chat.turn_ids(question, turn, question, (), thinking=thinking)
 
 
-def environment_spec(config: Config, source: SourceConfig) -> EnvironmentProgram | McpServer | None:
+def environment_spec(config: Config, source: SourceConfig) -> EnvironmentProgram | None:
     """Return the specification of a source's environment, or None if the source has an agent
     program but no environment. Raises ConfigError if the specification is invalid or this machine
     can't isolate the environment."""
     environment = source.environment
     if environment.program_only:
         return None
-    common: dict[str, Any] = {
-        "folder": Path(environment.folder) if environment.folder else None,
-        "env": environment.env,
-        "open_s": environment.open_s,
-        "reply_s": environment.reply_s,
-        "verdict_s": environment.verdict_s,
-    }
-    readable = tuple(map(Path, environment.readable))
     try:
-        if not environment.target:
-            sandbox = sandbox_for(config, source) if environment.command else None
-            command, url = environment.command, environment.url
-            return McpServer(command=command, url=url, readable=readable, sandbox=sandbox, **common)
         arguments, files, prepare = environment.arguments, (), None
         module = environment.target.partition(":")[0]
         if module.startswith("keel.agents.environments."):
@@ -193,14 +181,20 @@ def environment_spec(config: Config, source: SourceConfig) -> EnvironmentProgram
             arguments, files = prepare(arguments, _prompt_files(config))
         return EnvironmentProgram(
             target=environment.target,
+            command=environment.command,
+            url=environment.url,
             kind=environment.kind,
             arguments=arguments,
             python=environment.python or sys.executable,
+            folder=Path(environment.folder) if environment.folder else None,
+            env=environment.env,
             preload=environment.preload,
             memory_mib=environment.memory_mib,
-            readable=(*readable, *files),
-            sandbox=sandbox_for(config, source),
-            **common,
+            readable=(*map(Path, environment.readable), *files),
+            sandbox=None if environment.url else sandbox_for(config, source),
+            open_s=environment.open_s,
+            reply_s=environment.reply_s,
+            verdict_s=environment.verdict_s,
         )
     except (OSError, ValueError) as error:
         raise _invalid(source, error) from error
@@ -280,7 +274,7 @@ def environment_factory(
     spec = environment_spec(config, source)
     if spec is None:
         return NoEnvironment
-    if not isinstance(spec, EnvironmentProgram):
+    if not spec.target:
         return partial(McpEnvironment, spec, starting=starting)
     server = None
     if closing is not None:

@@ -190,8 +190,6 @@ class TrajectoryRecorder:
             result = await self._sample_into(record, ids, limit)
         finally:
             self._growing.discard(record)
-        if before is not None:
-            before.extended = True
         if how != "contexts_extended":
             self._records.append(record)
         parsed = self._chat.parse(
@@ -314,7 +312,6 @@ class _Turn:
     message: Message
     in_thinking: bool = False
     """True if the turn ended inside the thinking, which the next turn continues."""
-    extended: bool = False
 
     @property
     def ids(self) -> list[int]:
@@ -414,7 +411,7 @@ class _TurnIndex:
                     key=lambda t: (
                         thought is not None and t.message.get("reasoning_content") == thought,
                         t.message["content"] == last["content"],
-                        not t.extended and t.record not in growing,
+                        t.end == len(t.record.ids) and t.record not in growing,
                     ),
                 )
                 for turn in reversed(candidates):

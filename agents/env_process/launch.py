@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
 
@@ -398,9 +399,13 @@ BASE_ENV = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentProgram(ProcessSettings):
-    """Settings for running an environment, shared by all episodes."""
+    """Settings for running an environment, shared by all episodes: a `target` in Python, or the
+    `command` or `url` of an MCP server."""
 
-    target: str
+    command: Sequence[str] = ()
+    """The command that starts the MCP server of an episode. `{seed}` is replaced by the seed."""
+    url: str = ""
+    target: str = ""
     """The class (`my_env:Shop`, `/path/to/file.py:Shop`), the module of functions (`my_tools`) or
     the address of an OpenEnv server (`http://…`)."""
     kind: Literal["auto", "class", "functions", "game", "openenv"] = "auto"
@@ -419,10 +424,18 @@ class EnvironmentProgram(ProcessSettings):
 
     def __post_init__(self) -> None:
         ProcessSettings.__post_init__(self)
+        if sum(map(bool, (self.target, self.command, self.url))) != 1:
+            raise ValueError("environment: set one of target, command and url")
+        if not self.target and find_spec("mcp") is None:
+            raise ValueError("MCP server: the package is missing; pip install 'mcp>=2,<3'")
         try:
             encode_line(self.arguments)
         except ValueError as error:
             raise ValueError(f"arguments: {error}") from error
+
+    @property
+    def name(self) -> str:
+        return self.target or self.url or " ".join(self.command)
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields that an environment is loaded from inside its process."""

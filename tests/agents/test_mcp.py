@@ -14,7 +14,7 @@ import pytest
 
 from keel.agents.env_process.client import ProcessEnvironment
 from keel.agents.env_process.launch import EnvironmentProgram
-from keel.agents.mcp_client import McpEnvironment, McpServer
+from keel.agents.mcp_client import McpEnvironment
 from keel.agents.types import EnvironmentLost, Opening
 from keel.rl.types import Prompt, Verdict
 from tests.agents import openenv_stand_in
@@ -28,8 +28,7 @@ SHOP = (sys.executable, str(HERE / "mcp_shop.py"), "{seed}")
 
 @asynccontextmanager
 async def served(**settings: Any) -> AsyncIterator[tuple[McpEnvironment, Opening]]:
-    server = McpServer(**{"command": SHOP, **PATIENT, **settings})
-    environment = McpEnvironment(server)
+    environment = McpEnvironment(EnvironmentProgram(**{"command": SHOP, **PATIENT, **settings}))
     try:
         yield environment, await environment.open(TASK, seed=3)
     finally:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from keel.agents.env_process.launch import EnvironmentProgram
-from keel.agents.mcp_client import McpServer
 from keel.agents.probe import try_environment
 from tests.agents.episodes import PATIENT, TASK, program, run
 from tests.rollout.chat.families import chat_of
@@ -18,12 +17,12 @@ pytestmark = pytest.mark.e2e
 CHAT = chat_of("qwen3")
 
 
-def tried(spec: EnvironmentProgram | McpServer, window: int = 4096, task: Any = TASK) -> str:
+def tried(spec: EnvironmentProgram, window: int = 4096, task: Any = TASK) -> str:
     work = try_environment(spec, task=task, seed=3, chat=CHAT, window=window, thinking=True)
     return run(work)[0]
 
 
-def complaint(spec: EnvironmentProgram | McpServer, **settings: Any) -> str:
+def complaint(spec: EnvironmentProgram, **settings: Any) -> str:
     with pytest.raises(ValueError) as caught:
         tried(spec, **settings)
     return str(caught.value)
