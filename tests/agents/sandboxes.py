@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from keel.agents.env_process.client import ForkServerClient, ProcessEnvironment
-from keel.agents.env_process.launch import EnvironmentProgram, EnvSandbox
+from keel.agents.env_process.launch import EnvSandbox
 from keel.rewards.sandbox.bubblewrap import IsolationError
 from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_sandbox
-from tests.agents.episodes import HERE, alive, program
+from tests.agents.episodes import TASK, alive, program
 
 MINE = os.environ.get("MINE", str(os.getpid()))
 """Tag of this test's processes, which separates them from other tests' processes."""
@@ -31,27 +31,23 @@ def wrap_of(**settings: Any) -> EnvironmentSandbox:
     return wrap
 
 
-def attacker(
-    wrap: EnvSandbox, parent: ForkServerClient | None = None, **settings: Any
-) -> ProcessEnvironment:
-    return ProcessEnvironment(attackers(wrap, **settings), fork_server=parent)
-
-
-def attackers(wrap: EnvSandbox, **settings: Any) -> EnvironmentProgram:
-    settings = {"folder": HERE, "memory_mib": None, "env": {"MINE": MINE}, **settings}
-    return program("attacker:Attacker", sandbox=wrap, **settings)
-
-
 @asynccontextmanager
-async def parent_for(wrap: EnvSandbox, way: str) -> AsyncIterator[ForkServerClient | None]:
-    """Yield a fork server for attackers if `way` is forked, else None."""
-    parent = ForkServerClient(attackers(wrap)) if way == "forked" else None
+async def attackers_in(wrap: EnvSandbox, way: str) -> AsyncIterator[Any]:
+    """Yield a function that opens an attacker, which is started or forked."""
+    spec = program("attacker:Attacker", sandbox=wrap, memory_mib=None, env={"MINE": MINE})
+    parent = ForkServerClient(spec)
+
+    async def attacker() -> ProcessEnvironment:
+        server = parent if way == "forked" else None
+        environment = ProcessEnvironment(spec, fork_server=server)
+        await environment.open(TASK, seed=3)
+        return environment
+
     try:
-        yield parent
-        assert parent is None or not parent.disabled_reason, parent.disabled_reason
+        yield attacker
+        assert not parent.disabled_reason, parent.disabled_reason
     finally:
-        if parent is not None:
-            await parent.close()
+        await parent.close()
 
 
 def commands(words: bytes) -> list[int]:

@@ -296,15 +296,20 @@ async def test_sandbox_that_refuses_forks_starts_each_episode() -> None:
         assert "does not work here" in server.disabled_reason
 
 
-def test_abandoned_process_ends_with_the_interpreter() -> None:
+@pytest.mark.parametrize("forked", [False, True])
+def test_abandoned_process_ends_with_the_interpreter(forked: bool) -> None:
     code = (
         "import asyncio\n"
-        "from keel.agents.env_process.launch import ProcessSettings, launch\n"
+        "from tests.agents import test_env_process as t\n"
         "async def start():\n"
-        "    return launch(['sleep', '1000'], ProcessSettings(), env={})\n"
-        "print((process := asyncio.run(start())).pid)"
+        f"    spec = t.program(preload={forked})\n"
+        "    environment = t.ProcessEnvironment(spec, fork_server=t.ForkServerClient(spec))\n"
+        "    await environment.open(t.TASK, seed=3)\n"
+        "    return environment\n"
+        "print((environment := asyncio.run(start()))._process.pid)"
     )
-    pid = int(subprocess.check_output([sys.executable, "-c", code], timeout=PATIENCE_S))
+    command = [sys.executable, "-c", code]
+    pid = int(subprocess.check_output(command, cwd=HERE.parents[1], timeout=PATIENCE_S))
     wait_for(lambda: not alive(pid))
 
 

@@ -16,7 +16,7 @@ from keel.agents.env_runtime.processes import descendants
 from keel.agents.types import EnvironmentLost
 from keel.rl.types import Verdict
 from tests.agents.episodes import HERE, TASK, asynchronous, program, use
-from tests.agents.sandboxes import MINE, attacker, parent_for, sleeping, wrap_of
+from tests.agents.sandboxes import MINE, attackers_in, sleeping, wrap_of
 from tests.waiting import PATIENCE_S, wait_for
 
 PROCESSES, FILES_MIB, MEMORY_MIB = 24, 8, 300
@@ -48,8 +48,8 @@ async def test_attacks_fail(
     outside = [str(tmp_path / "trajectories"), str(HERE.parents[1] / ".git"), "/etc/ssh", "/home"]
     outside += ["/run", "/sys", "/var", str(HERE.parent / "rewards")]
 
-    async def attack(environment: ProcessEnvironment) -> None:
-        await environment.open(TASK, seed=3)
+    async with attackers_in(small, way) as attacker:
+        environment = await attacker()
 
         async def tried(tool: str, **arguments: Any) -> Any:
             result = await use(environment, tool, **arguments)
@@ -85,19 +85,15 @@ async def test_attacks_fail(
         assert await environment.verdict((), "stop") == Verdict(parts={"correct": 1.0})
         await environment.close()
         assert not sleeping(1001)
-
-    async with parent_for(small, way) as parent:
-        await attack(attacker(small, parent))
     listener.close()
 
 
 @WAYS
 @asynchronous
 async def test_no_process_outlives_an_episode(small: EnvSandbox, way: str) -> None:
-    async with parent_for(small, way) as parent:
+    async with attackers_in(small, way) as attacker:
         for how in ("close", "crash", "hang"):
-            environment = attacker(small, parent)
-            await environment.open(TASK, seed=3)
+            environment = await attacker()
             assert (await use(environment, "flee")).text == "gone"
             wait_for(lambda: len(sleeping(1000)) == 2)
             assert environment._process is not None
@@ -114,9 +110,8 @@ async def test_no_process_outlives_an_episode(small: EnvSandbox, way: str) -> No
 @WAYS
 @asynchronous
 async def test_memory_limit_covers_all_processes(small: EnvSandbox, way: str) -> None:
-    async with parent_for(small, way) as parent:
-        environment = attacker(small, parent)
-        await environment.open(TASK, seed=3)
+    async with attackers_in(small, way) as attacker:
+        environment = await attacker()
         with pytest.raises(EnvironmentLost, match=f"out of memory.* {MEMORY_MIB}"):
             await use(environment, "memory_bomb")
         await environment.close()
@@ -124,10 +119,8 @@ async def test_memory_limit_covers_all_processes(small: EnvSandbox, way: str) ->
 
 @asynchronous
 async def test_forked_siblings_are_isolated(small: EnvSandbox) -> None:
-    async with parent_for(small, "forked") as parent:
-        one, other = attacker(small, parent), attacker(small, parent)
-        await one.open(TASK, seed=3)
-        await other.open(TASK, seed=3)
+    async with attackers_in(small, "forked") as attacker:
+        one, other = await attacker(), await attacker()
         for each in (one, other):
             traces = json.loads((await use(each, "leave", word="trace")).text)
             assert traces == ["", "1", "2"]  # an abstract socket, and two processes
@@ -144,12 +137,11 @@ def test_sandbox_dies_with_keel(small: EnvSandbox) -> None:
     code = (
         "import asyncio, os, signal\n"
         "from tests.agents import sandboxes as t\n"
-        "from tests.agents.episodes import TASK, use\n"
+        "from tests.agents.episodes import use\n"
         "async def play():\n"
-        "    environment = t.attacker(t.wrap_of())\n"
-        "    await environment.open(TASK, seed=3)\n"
-        "    await use(environment, 'flee')\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    async with t.attackers_in(t.wrap_of(), 'started') as attacker:\n"
+        "        await use(await attacker(), 'flee')\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "asyncio.run(play())\n"
     )
     env = {**os.environ, "MINE": MINE}
