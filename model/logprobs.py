@@ -100,10 +100,10 @@ def support_head(
     if ("checked", len(weight)) not in memo:
         _check_values(targets, kept_ids, offsets, len(weight))
         memo["checked", len(weight)] = True
+    transform = LogitTransform(temperature, scale, softcap or 0.0)
     if hidden.is_cuda and len(hidden) and hidden.dtype != torch.float64:
         # Triton is installed on GPU machines only.
         from keel.model.head.gpu import build_plan, fused_head  # noqa: PLC0415
-        from keel.model.head.kernels import HeadShape  # noqa: PLC0415
 
         vocab, dim = weight.shape
         key = (vocab, dim, hidden.device)
@@ -111,15 +111,9 @@ def support_head(
             memo[key] = build_plan(
                 kept_ids, host_offsets, vocabulary=vocab, d=dim, device=hidden.device
             )
-        shape = HeadShape(scale=scale, softcap=softcap or 0.0, temperature=temperature)
         on_device = to_device(targets.long(), hidden.device)
-        return fused_head(hidden, weight, on_device, memo[key], bias=bias, shape=shape)
-
-    return cpu_head(
-        *(hidden, weight, targets, kept_ids, offsets),
-        bias=bias,
-        transform=LogitTransform(temperature, scale, softcap),
-    )
+        return fused_head(hidden, weight, on_device, memo[key], bias=bias, transform=transform)
+    return cpu_head(hidden, weight, targets, kept_ids, offsets, bias=bias, transform=transform)
 
 
 def _check_shapes(

@@ -21,7 +21,6 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -171,8 +170,6 @@ def router_modules(module: nn.Module) -> list[nn.Module]:
 
 _REMEMBERED = 8
 _HOOKED = "keel_hooked"
-_DETECTED = 1024
-"""Number of closed contexts for which a late recomputation raises an error."""
 
 _SUSPECT_ROWS = 16
 """Minimum number of tokens for rejecting a layer of zeros if there is one expert per token. With
@@ -225,8 +222,8 @@ def replay_routes(
         _open.remove(replay)
         if replay.close():
             _closed.append(replay)
-            if len(_closed) > _REMEMBERED:
-                _closed[-1 - _REMEMBERED] = _closed[-1 - _REMEMBERED].without_routes()
+            while len(_closed) > _REMEMBERED:
+                _closed.popleft().forget()
     if idle := [layer for layer, calls in enumerate(replay._calls) if calls == 0]:
         raise RuntimeError(
             f"replay_routes: the routers of MoE layers {idle} did not run in the block, so their "
@@ -240,7 +237,7 @@ class Replay:
 
     def __init__(self, routers: list[nn.Module], routes: Tensor, *, by_token: bool = False) -> None:
         self._layer_of = WeakKeyDictionary({router: at for at, router in enumerate(routers)})
-        self._routes_LNK: Tensor | None = routes.transpose(0, 1).contiguous()
+        self._routes_LNK = routes.transpose(0, 1).contiguous()
         self._on_device: Tensor | None = None
         self._start = next_node_number()
         self._stop: int | None = None
@@ -314,30 +311,23 @@ class Replay:
         self._on_device = None
         return self._stop > self._start
 
-    def without_routes(self) -> Replay:
-        """Drop the routes of this `Replay`, and return a copy that can only detect a recomputation
-        that comes too late."""
-        self._routes_LNK = self._on_device = None
-        stub = copy(self)
-        stub._counts, stub._by_token_2N = [], None
-        return stub
+    def forget(self) -> None:
+        """Record for each router that forward passes up to this one can't be recomputed."""
+        for router in self._layer_of:
+            _forgotten[router] = self._stop or 0
 
     def _layer(self, layer: int, device: torch.device) -> Tensor:
         if self._on_device is None or self._on_device.device != device:
-            routes = self._routes_LNK
-            if routes is None:
-                raise RuntimeError(
-                    f"recomputation of a forward pass more than {_REMEMBERED} replays ago, whose "
-                    "routes were dropped. Run its backward pass earlier, or inside replay_routes"
-                )
-            self._on_device = to_device(routes, device)
+            self._on_device = to_device(self._routes_LNK, device)
         return self._on_device[layer].long()
 
 
 # Hooks stay on the routers after a context, because a recomputation may follow. Their state is here
 # and not in the hooks, so that a copy of a model is not replayed like the original.
 _open: list[Replay] = []
-_closed: deque[Replay] = deque(maxlen=_DETECTED)
+_closed: deque[Replay] = deque()
+_forgotten: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""The node number up to which the routes of each router have been dropped."""
 _logits: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 """The output of each gate, stored until its router returns."""
 
@@ -355,6 +345,11 @@ def _on_router(router: nn.Module, _arguments: Any, output: Any) -> Any:
         for replay in (*_open, *reversed(_closed)):
             if replay.owns(router, node):
                 return replay.apply(router, output, recomputing=True)
+        if node < _forgotten.get(router, 0):
+            raise RuntimeError(
+                f"recomputation of a forward pass more than {_REMEMBERED} replays ago, whose "
+                "routes were dropped. Run its backward pass earlier, or inside replay_routes"
+            )
         return None
     replay = _replaying(router)
     return replay and replay.apply(router, output, recomputing=False)

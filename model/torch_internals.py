@@ -8,36 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch._C import _autograd as autograd
-from torch.autograd.graph import Node
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed import _functional_collectives as collectives
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
-_USED: dict[Any, tuple[str, ...]] = {
-    autograd: ("_get_sequence_nr",),
-    torch._C: ("_current_graph_task_id", "_current_autograd_node"),
-    Node: ("_sequence_nr",),
-    UntypedStorage: ("_cdata",),
-    distributed_c10d: ("_world", "_set_pg_timeout"),
-    collectives: ("all_to_all_single_autograd",),
-    torch.ops.aten: ("_flash_attention_backward",),
-}
-
-
-def check_torch() -> None:
-    """Raise `RuntimeError` if the installed PyTorch lacks a private API that Keel uses."""
-    missing = [
-        f"{owner.__name__}.{name}"
-        for owner, names in _USED.items()
-        for name in names
-        if not hasattr(owner, name)
-    ]
-    if "storage_device" not in inspect.signature(rebuild_cuda_tensor).parameters:
-        missing.append("rebuild_cuda_tensor's storage_device")
-    if missing:
-        raise RuntimeError(
-            f"PyTorch {torch.__version__} has no {', '.join(missing)}. Install 2.11 to 2.13"
-        )
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -35,18 +35,18 @@ speed."""
 class LogitTransform(NamedTuple):
     """How logits are computed: z = softcap · tanh(scale · (W·h + bias) / softcap) / temperature."""
 
-    temperature: float
-    scale: float
-    softcap: float | None
+    temperature: float = 1.0
+    scale: float = 1.0
+    softcap: float = 0.0  # 0: no cap
 
     def apply_(self, logits: Tensor) -> None:
-        if self.softcap is None:
-            logits.mul_(self.scale / self.temperature)
-        else:
+        if self.softcap:
             logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+        else:
+            logits.mul_(self.scale / self.temperature)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        if self.softcap is None:
+        if not self.softcap:
             return self.scale / self.temperature
         tanh = logits * (self.temperature / self.softcap)
         return (1 - tanh.square_()).mul_(self.scale / self.temperature)

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from keel.model.head.cpu import LogitTransform
 from keel.model.head.kernels import (
     EntriesById,
-    HeadShape,
     bias_gradient,
     full_gradients,
     full_statistics,
@@ -173,14 +173,14 @@ class _SupportHead(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         plan: SupportPlan,
-        shape: HeadShape,
+        transform: LogitTransform,
     ) -> tuple[Tensor, Tensor]:
         tokens = hidden.shape[0]
         logits = torch.empty(plan.ids.numel(), device=hidden.device, dtype=torch.float32)
         for chunk in plan.chunks:
             if chunk.union is None:
                 gather_logits(
-                    logits, hidden, weight, bias, plan.token, plan.ids, chunk.entries, shape
+                    logits, hidden, weight, bias, plan.token, plan.ids, chunk.entries, transform
                 )
                 continue
             (first, last), (start, stop) = chunk.tokens, chunk.entries
@@ -188,20 +188,20 @@ class _SupportHead(torch.autograd.Function):
             z = dot[plan.token[start:stop] - first, chunk.column]
             if bias is not None:
                 z += bias[plan.ids[start:stop]].float()
-            z *= shape.scale
-            if shape.softcap > 0:
-                z = shape.softcap * torch.tanh(z / shape.softcap)
-            logits[start:stop] = z / shape.temperature
+            z *= transform.scale
+            if transform.softcap > 0:
+                z = transform.softcap * torch.tanh(z / transform.softcap)
+            logits[start:stop] = z / transform.temperature
             del dot, z  # before the next chunk allocates its own
         logp, entropy, lse = hidden.new_empty((3, tokens), dtype=torch.float32).unbind(0)
         span_statistics(logp, entropy, lse, logits, plan.ids, plan.offsets, targets)
         if plan.full is not None:
             logp[plan.full], entropy[plan.full], lse[plan.full] = full_statistics(
-                hidden[plan.full], weight, bias, targets[plan.full], shape
+                hidden[plan.full], weight, bias, targets[plan.full], transform
             )
         ctx.save_for_backward(hidden, weight, bias, targets, logits, lse)
         ctx.mark_non_differentiable(entropy)
-        ctx.plan, ctx.shape = plan, shape
+        ctx.plan, ctx.transform = plan, transform
         return logp, entropy
 
     @staticmethod
@@ -209,11 +209,11 @@ class _SupportHead(torch.autograd.Function):
     def backward(ctx: Any, grad_logp: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, logits, lse = ctx.saved_tensors
         plan: SupportPlan = ctx.plan
-        shape: HeadShape = ctx.shape
+        transform: LogitTransform = ctx.transform
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_logp = grad_logp.float().contiguous()
         coefficient = logit_coefficients(
-            logits, plan.ids, plan.token, targets, lse, grad_logp, shape
+            logits, plan.ids, plan.token, targets, lse, grad_logp, transform
         )
         unions = [chunk for chunk in plan.chunks if chunk.union is not None]
         # GEMMs accumulate in `base` before the gathered rows are added, in float32 if several
@@ -253,7 +253,7 @@ class _SupportHead(torch.autograd.Function):
                 targets[rows],
                 lse[rows],
                 grad_logp[rows],
-                shape,
+                transform,
                 grad_weight=base,
                 grad_bias=grad_bias,
             ).to(hidden.dtype)
@@ -279,7 +279,7 @@ def fused_head(
     plan: SupportPlan,
     *,
     bias: Tensor | None = None,
-    shape: HeadShape | None = None,
+    transform: LogitTransform,
 ) -> tuple[Tensor, Tensor]:
     """Compute log π(target) and the entropy of each token over its sampling mask, both [R] float32.
     Only the log-probability is differentiable, with respect to `hidden`, `weight` and `bias`.
@@ -292,5 +292,5 @@ def fused_head(
         bias,
         targets,
         plan,
-        shape or HeadShape(),
+        transform,
     )

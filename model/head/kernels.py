@@ -33,6 +33,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from keel.model.head.cpu import LogitTransform
+
 _LONG_ROW = 256
 """Number of sorted entries with the same id that are summed as one part."""
 
@@ -48,15 +50,6 @@ class _Tiling(NamedTuple):
 _LOGITS = _Tiling(2, 512, 1)
 _HIDDEN_GRADIENT = _Tiling(4, 512, 1)
 _WEIGHT_GRADIENT = _Tiling(4, 1024, 2)
-
-
-class HeadShape(NamedTuple):
-    """How logits are computed: z = softcap · tanh(scale · (hidden · weight + bias) / softcap) /
-    temperature."""
-
-    scale: float = 1.0
-    softcap: float = 0.0  # 0: no cap
-    temperature: float = 1.0
 
 
 class EntriesById(NamedTuple):
@@ -287,15 +280,15 @@ def gather_logits(
     token: Tensor,
     ids: Tensor,
     span: tuple[int, int],
-    shape: HeadShape,
+    transform: LogitTransform,
 ) -> None:
     """Write the logits of sampling-mask entries span[0] to span[1] − 1 to `out` [E] float32."""
     (first, last), tiling = span, _LOGITS
     if last > first:
         _logits_kernel[(triton.cdiv(last - first, tiling.entries),)](
             out, hidden, weight, bias, token, ids, first, last, hidden.shape[1], hidden.stride(0),
-            weight.stride(0), shape.scale, shape.softcap, 1.0 / shape.temperature,
-            BIASED=bias is not None, CAPPED=shape.softcap > 0,
+            weight.stride(0), transform.scale, transform.softcap, 1.0 / transform.temperature,
+            BIASED=bias is not None, CAPPED=transform.softcap > 0,
             ENTRIES=tiling.entries, COLUMNS=tiling.columns, num_warps=tiling.warps,
         )  # fmt: skip
 
@@ -324,15 +317,15 @@ def logit_coefficients(
     targets: Tensor,
     lse: Tensor,
     grad_logp: Tensor,
-    shape: HeadShape,
+    transform: LogitTransform,
 ) -> Tensor:
     """Return dL/d(hidden · weight + bias) for each entry, as [E] float32."""
     out = torch.empty_like(logits)
     if logits.numel():
         _coefficient_kernel[(triton.cdiv(logits.numel(), 1024),)](
             out, logits, ids, token, targets, lse, grad_logp, logits.numel(),
-            shape.scale, shape.softcap, 1.0 / shape.temperature,
-            CAPPED=shape.softcap > 0, BLOCK=1024, num_warps=4,
+            transform.scale, transform.softcap, 1.0 / transform.temperature,
+            CAPPED=transform.softcap > 0, BLOCK=1024, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -450,7 +443,7 @@ def _blocks(tokens: int, vocabulary: int) -> list[tuple[int, int]]:
 
 
 def full_statistics(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shape: HeadShape
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: LogitTransform
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the log-probability, entropy and logsumexp over the whole vocabulary, each [R]
     float32."""
@@ -461,8 +454,8 @@ def full_statistics(
         dot = gemm(hidden, weight[first:last].t())
         _fold_kernel[(tokens,)](
             top, mass, moment, chosen, dot, bias, targets, first, last - first,
-            shape.scale, shape.softcap, 1.0 / shape.temperature,
-            BIASED=bias is not None, CAPPED=shape.softcap > 0, BLOCK=2048, num_warps=8,
+            transform.scale, transform.softcap, 1.0 / transform.temperature,
+            BIASED=bias is not None, CAPPED=transform.softcap > 0, BLOCK=2048, num_warps=8,
         )  # fmt: skip
     lse = top + mass.log()
     return chosen - lse, lse - moment / mass, lse
@@ -475,7 +468,7 @@ def full_gradients(
     targets: Tensor,
     lse: Tensor,
     grad_logp: Tensor,
-    shape: HeadShape,
+    transform: LogitTransform,
     *,
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
@@ -490,8 +483,8 @@ def full_gradients(
         coefficient = torch.empty((tokens, width), device=hidden.device, dtype=hidden.dtype)
         _block_coefficient_kernel[(tokens, triton.cdiv(width, 1024))](
             coefficient, dot, bias, targets, lse, grad_logp, first, width,
-            shape.scale, shape.softcap, 1.0 / shape.temperature,
-            BIASED=bias is not None, CAPPED=shape.softcap > 0, BLOCK=1024, num_warps=4,
+            transform.scale, transform.softcap, 1.0 / transform.temperature,
+            BIASED=bias is not None, CAPPED=transform.softcap > 0, BLOCK=1024, num_warps=4,
         )  # fmt: skip
         del dot
         grad_hidden += gemm(coefficient, weight[first:last])

@@ -12,8 +12,9 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from keel.model.head import gpu as support_gpu
+from keel.model.head.cpu import LogitTransform
 from keel.model.head.gpu import build_plan, fused_head
-from keel.model.head.kernels import _LONG_ROW, HeadShape
+from keel.model.head.kernels import _LONG_ROW
 from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
 
 pytestmark = KERNELS
@@ -30,7 +31,7 @@ class Case:
     targets: Tensor
     ids: Tensor
     offsets: Tensor
-    shape: HeadShape
+    shape: LogitTransform
 
     def leaves(self, dtype: torch.dtype) -> list[Tensor]:
         inputs = [x for x in (self.hidden, self.weight, self.bias) if x is not None]
@@ -45,7 +46,7 @@ def make_case(
     sizes: tuple[int, ...] = (1, 2, 5, 9),
     dtype: torch.dtype = torch.float32,
     biased: bool = False,
-    shape: HeadShape | None = None,
+    shape: LogitTransform | None = None,
     common: int | None = None,
     seed: int = 0,
 ) -> Case:
@@ -69,7 +70,7 @@ def make_case(
         targets=torch.cat(targets).to(DEVICE),
         ids=torch.cat(spans),
         offsets=lengths.cumsum(0),
-        shape=shape or HeadShape(),
+        shape=shape or LogitTransform(),
     )
 
 
@@ -80,7 +81,7 @@ def run(case: Case, grad: Tensor) -> list[Tensor]:
     plan = build_plan(case.ids, case.offsets, vocabulary=vocabulary, d=d, device=DEVICE)
     hidden, weight, *bias = leaves
     logp, entropy = fused_head(
-        hidden, weight, case.targets, plan, bias=bias[0] if bias else None, shape=case.shape
+        hidden, weight, case.targets, plan, bias=bias[0] if bias else None, transform=case.shape
     )
     logp.backward(grad)
     return [logp.detach(), entropy, *(x.grad for x in leaves if x.grad is not None)]
@@ -132,7 +133,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 @DTYPES
 @pytest.mark.parametrize(
     "shape",
-    [HeadShape(), HeadShape(scale=0.7, softcap=3.0, temperature=0.6)],
+    [LogitTransform(), LogitTransform(scale=0.7, softcap=3.0, temperature=0.6)],
     ids=["plain", "capped"],
 )
 @pytest.mark.parametrize("biased", [False, True])
@@ -144,7 +145,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 def test_plans(
     sizes: tuple[int, ...],
     dtype: torch.dtype,
-    shape: HeadShape,
+    shape: LogitTransform,
     biased: bool,
     request: pytest.FixtureRequest,
 ) -> None:
@@ -186,7 +187,9 @@ def test_passes_never_wait_for_the_device() -> None:
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        logp, _ = fused_head(hidden, weight, case.targets, plan, bias=case.bias)
+        logp, _ = fused_head(
+            hidden, weight, case.targets, plan, bias=case.bias, transform=case.shape
+        )
         logp.sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode(mode)

@@ -6,7 +6,7 @@ Plain lines are printed after one second and then every 30 seconds.
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -26,8 +26,6 @@ class Wait:
         self.what, self.total, self.unit, self.quiet = what, total, unit, quiet
         self.done, self.before, self.note = 0.0, 0.0, ""
         """The units done so far, the units done before the wait began, and a comment to show."""
-        self.measure: Callable[[Wait], object] | None = None
-        """Called before the progress is shown, to update the fields above."""
         self._began = time.monotonic()
 
     @property
@@ -36,8 +34,6 @@ class Wait:
 
     def text(self) -> str:
         """Format the progress, such as `evaluating · 12 of 256 prompts · 4 s, about 80 s left`."""
-        if self.measure is not None:
-            self.measure(self)
         spent = format_duration(self.seconds)
         if self.before < self.done < self.total and self.seconds >= _MIN_COUNTED_S:
             remaining = self.seconds / (self.done - self.before) * (self.total - self.done)
