@@ -102,7 +102,8 @@ class EpisodeRunner:
         self._loop = asyncio.new_event_loop()
         self._slots = {purpose: _Slots(most_open) for purpose in PURPOSES}
         self._groups: set[asyncio.Task[Group]] = set()
-        self._thread = threading.Thread(target=self._run, name="keel-agents", daemon=True)
+        thread = threading.Thread(target=self._loop.run_forever, name="keel-agents", daemon=True)
+        self._thread = thread
         self._thread.start()
         if has_programs:
             try:
@@ -150,6 +151,8 @@ class EpisodeRunner:
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CLOSE_S)
+            if not self._loop.is_running():
+                self._loop.close()
             if self._endpoint is not None:
                 self._endpoint.remove_folder()
 
@@ -160,13 +163,6 @@ class EpisodeRunner:
         self.close()
 
     # The methods below run on the runner's thread.
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.close()
 
     async def _end(self) -> None:
         for group in (groups := list(self._groups)):

@@ -298,6 +298,8 @@ class ForkServerClient:
         try:
             if program.sandbox is not None:
                 await self._check_isolation(process, program.sandbox)
+                # Not before: the check starts as many processes as it can.
+                process.limit = program.sandbox.limit_memory(process.pid, inside=False)
             # All arguments may not fit in one message.
             action = {"action": program.arguments.get("action")}
             load = {"do": "load", **program.as_json(), "arguments": action}

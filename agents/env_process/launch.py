@@ -316,7 +316,7 @@ def launch(
                 undo.callback(process.wait)
                 undo.callback(process.kill)
                 limit = None
-                if sandbox is not None:
+                if sandbox is not None and not forks:
                     limit = sandbox.limit_memory(process.pid, inside=False)
         except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
             reason = f"cannot run {command[0]}: {error}"

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import re
 import shutil
 import signal
@@ -35,7 +34,7 @@ from keel.synthesis.author import (
 )
 from keel.synthesis.general.pipeline import _number_function, _split_sections
 from keel.synthesis.ledger import Ledger, Rejected
-from tests.rewards.judge.judge_server import Reply, Server, process_of, running
+from tests.rewards.judge.judge_server import Reply, Server, running
 from tests.synthesis.authors import ScriptedAuthor, completion, replied
 from tests.waiting import PATIENCE_S
 
@@ -285,18 +284,6 @@ def test_misconfigured_server_leaves_its_requests_to_another(
         author, _ = author_of(both, retries=1, max_concurrent=20)
         assert ask(author, times=20) == [replied("a task")] * 20
         assert author._pool.servers[0].failures == len(wrong.requests) > 0
-
-
-@pytest.mark.e2e
-def test_stopped_server_leaves_its_requests_to_another() -> None:
-    with process_of("a task") as (first, pid), process_of("a task") as (second, _):
-        os.kill(pid, signal.SIGSTOP)
-        both = Server(words, url=f"{first} {second}")
-        author, kept = author_of(both, retries=1, timeout_s=5.0, max_concurrent=2)
-        replies = ask(author, times=6)
-    assert [one.content for one in replies if isinstance(one, Parsed)] == ["a task"] * 6
-    lost = author._pool.servers[0].failures
-    assert lost >= 2 and len(kept) == 6 + lost, "calls that time out are paid for"
 
 
 def test_overlong_conversation_is_truncated(endpoint: Server) -> None:
