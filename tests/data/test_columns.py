@@ -2,7 +2,6 @@
 
 import json
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +90,6 @@ def test_templates_keep_the_question(tmp_path: Path) -> None:
     assert load(tmp_path, rows[0], template="boxed").items[0].question == plain.question
 
 
-def lines(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "rows.jsonl") -> str:
-    path = folder / name
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def of(folder: Path, *rows: Mapping[str, Any]) -> dict[str, Any]:
-    flags = Namespace(subset="", prompt="", answer="", reward="mine.brief", environment="")
-    flags.data = lines(folder, rows)
-    return _data_source(flags)
-
-
 MATHS = "boxed"
 WORKED = "Half of 48 is 24, and 48 + 24 = 72.\n#### "
 CASES: dict[str, tuple[dict[str, Any], str | None, dict[str, str], str]] = {
@@ -117,19 +104,16 @@ CASES: dict[str, tuple[dict[str, Any], str | None, dict[str, str], str]] = {
         *({"answer": "reward_model.ground_truth"}, ""),
     ),
     "two verdicts": ({"prompt": "?", "answer": "1", "tests": "x"}, MATHS, {"tests": ""}, ""),
-    "whole solutions": (
-        {"prompt": "?", "solution": "First we note that " * 12},
-        None,
-        {},
-        "",
-    ),
+    "whole solutions": ({"prompt": "?", "solution": "First we note that " * 12}, None, {}, ""),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_columns_and_reward(case: str, tmp_path: Path) -> None:
     row, template, columns, after = CASES[case]
-    found = of(tmp_path, row, row, row)
+    flags = Namespace(subset="", prompt="", answer="", reward="mine.brief", environment="")
+    flags.data = source(tmp_path, row, row, row).path
+    found = _data_source(flags)
     assert (found["template"], found["columns"], found["mark"]) == (template, columns, after)
     assert (found["source"], found["holdout"]) == ("jsonl", 1)
     assert ("correct" in found["rewards"]) == bool(template)
