@@ -113,8 +113,6 @@ def add_turn(usage: Usage, result: TurnResult, *, repeated: int) -> Usage:
 BROKE = "the conversation broke: "
 """Prefix of the drop reason of a trajectory whose conversation is invalid."""
 _NOTHING_SAMPLED = "late: its time was up before it had sampled a token (rollout.timeout_s)"
-POLICY_PHASES = ("call", "reply")
-"""The phases in which the policy's actions can crash an environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

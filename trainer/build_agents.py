@@ -19,7 +19,7 @@ from keel.agents.env_process.launch import (
     EnvSandbox,
 )
 from keel.agents.environments.interpreter import CELL_S, ENDING_S, split_call_time
-from keel.agents.episode import POLICY_PHASES, Budget, EpisodeSettings
+from keel.agents.episode import Budget, EpisodeSettings
 from keel.agents.mcp_client import McpEnvironment
 from keel.agents.probe import try_environment, try_program
 from keel.agents.runner import (
@@ -48,7 +48,11 @@ from keel.rollout.chat.template_checks import (
     ends_of,
 )
 
-_CRASHES = {"drop": (), "zero": POLICY_PHASES, "zero-in-grading-too": (*POLICY_PHASES, "verdict")}
+_CRASHES = {
+    "drop": (),
+    "zero": ("call", "reply"),
+    "zero-in-grading-too": ("call", "reply", "verdict"),
+}
 """Maps each value of `on_crash` to the phases in which a crash is blamed on the policy."""
 MAX_STARTING = 8
 """Maximum number of environments that start at the same time."""

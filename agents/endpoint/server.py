@@ -25,7 +25,6 @@ from keel.agents.endpoint.requests import (
     anthropic_events,
     completion,
     from_anthropic,
-    load_json,
     load_object,
     read_request,
     stream_events,
@@ -222,11 +221,7 @@ class Endpoint:
         place = self._authenticate(request, request.match_info["key"])
         if place.tools is None:
             raise ApiError(404, "there are no tools", code="unknown_url")
-        body = await self._body_of(request)
-        try:
-            answer = await place.tools.answer(body)
-        except ValueError as error:
-            raise ApiError(400, f"not a JSON-RPC message: {error}") from error
+        answer = await place.tools.answer(await self._body_of(request))
         return web.Response(status=202) if answer is None else web.json_response(answer)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -314,10 +309,7 @@ class McpTools:
                 task.cancel()
 
     async def answer(self, body: bytes) -> dict[str, Any] | None:
-        message = load_json(body)
-        if not isinstance(message, dict):
-            raise ValueError("a JSON-RPC message is an object")
-        message = cast(dict[str, Any], message)
+        message = load_object(body)
         if "id" not in message:
             return None
         params = message.get("params")
