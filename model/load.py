@@ -125,6 +125,11 @@ class ModelFacts:
         return len(self.moe_layer_ids)
 
     @property
+    def embedding_parameters(self) -> int:
+        """Number of parameters in the embedding and the output layer. Tied ones count once."""
+        return self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+
+    @property
     def expert_size(self) -> float:
         """Intermediate size of a routed expert, or 0 if there are no experts."""
         matrices = 3 * self.moe_layers * self.experts

@@ -219,6 +219,11 @@ def wait(refs: Sequence[Any], *, seconds: float | Deadline) -> tuple[list[Any], 
             return ready, pending
 
 
+def alive_nodes(seconds: float = CALL_S) -> list[dict[str, Any]]:
+    """Return Ray's descriptions of the cluster's live nodes."""
+    return [node for node in bounded(ray.nodes, seconds, "list its nodes") if node["Alive"]]
+
+
 def put(value: Any) -> Any:
     """Call `ray.put` with a deadline."""
     return bounded(lambda: ray.put(value), _PUT_S, "store an object")

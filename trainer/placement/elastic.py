@@ -16,12 +16,10 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 
-import ray
-
 from keel.configs.diff import diff_configs, flatten_config
 from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
-from keel.model.ray_timeouts import CALL_S, bounded
+from keel.model.ray_timeouts import alive_nodes
 from keel.trainer.placement import hardware as hardware_rules
 from keel.trainer.placement.hardware import Hardware, Node, limit_nodes, place
 from keel.trainer.placement.layouts import Values, choose, update_choice, with_values, yaml_value
@@ -63,7 +61,7 @@ class ElasticLayouts:
     ) -> None:
         """`config` is the full config, and `chosen` holds the values Keel chose for its unset
         knobs."""
-        self.oom_recovery = OomRecovery.of(config)
+        self.oom_recovery = OomRecovery(config=config, folder=config.run.folder)
         """Holds the config in use. `next` replaces it."""
         self.whole, self._facts, self._hardware, self._chosen = config, facts, hardware, chosen
         self._say, self._begun = say, False
@@ -221,7 +219,7 @@ class ElasticLayouts:
 
 
 def _silent_nodes() -> list[str]:
-    nodes = [n for n in bounded(ray.nodes, CALL_S, "list its nodes") if n["Alive"]]
+    nodes = alive_nodes()
     addresses = [f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in nodes]
     with ThreadPoolExecutor(_THREADS) as threads:
         answers = zip(nodes, threads.map(can_connect, addresses), strict=True)
@@ -262,10 +260,6 @@ class OomRecovery:
     times: int = 0
     fewer: bool = False
     """True if the run has fewer ranks or engines than its recipe asks for (`elastic`)."""
-
-    @staticmethod
-    def of(config: Config) -> OomRecovery:
-        return OomRecovery(config=config, folder=config.run.folder)
 
     def reduce_memory(self, error: OutOfMemory) -> str:
         """Lower the config's memory use, save the change in the run folder, and return a message

@@ -43,6 +43,11 @@ class GpuSpec:
         """Return the bandwidth between `gpus` GPUs, which can span several nodes."""
         return self.link_bytes if gpus <= self.node_gpus else self.network_bytes
 
+    @property
+    def ring_bytes(self) -> float:
+        """Bandwidth of a ring across nodes, of which every GPU's network card carries its part."""
+        return min(self.link_bytes, self.node_gpus * self.network_bytes)
+
 
 _FLASH4 = re.compile(r"\bG?[BH]\d(?!0\b)|\b[H]20\b")
 """Matches Hopper and Blackwell data-centre GPUs. Desktop Blackwell GPUs need other kernels."""

@@ -112,7 +112,7 @@ def engine_layer_bytes(config: Config) -> float:
 def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     """Estimate an engine's memory on one GPU, including a KV cache for all its completions."""
     rollout, width = config.rollout, BYTES[config.engine_dtype]
-    tables = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
+    tables = facts.embedding_parameters
     weights = tables * width + (facts.parameters - tables) * engine_layer_bytes(config)
     weights /= rollout.tensor_parallel
     if not gpu:
@@ -423,8 +423,7 @@ def _expert_width(facts: ModelFacts) -> float:
 def _mlp_width(facts: ModelFacts) -> float:
     """Return the intermediate size of an average layer's MLP, counting shared experts but not
     routed ones."""
-    embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
-    rest = facts.active_parameters - embeddings - facts.attention_parameters
+    rest = facts.active_parameters - facts.embedding_parameters - facts.attention_parameters
     dense = rest / (3 * facts.hidden_size) - facts.moe_layers * _expert_width(facts)
     return max(0.0, dense / facts.layers)
 

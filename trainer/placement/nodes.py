@@ -162,9 +162,9 @@ def cluster_nodes(*, gpus: bool = True) -> list[Node]:
     """Return the live nodes with their free resources, sorted from most to fewest GPUs."""
     free_resources = bounded(ray_internals.free_by_node, CALL_S, "report free resources")
     nodes: list[Node] = []
-    for node in bounded(ray.nodes, CALL_S, "list its nodes"):
+    for node in ray_timeouts.alive_nodes():
         total, free = node["Resources"], free_resources.get(node["NodeID"], {})
-        if node["Alive"] and (not gpus or total.get("GPU", 0) >= 1):
+        if not gpus or total.get("GPU", 0) >= 1:
             nodes.append(
                 Node(
                     name=node["NodeManagerHostname"],
@@ -369,11 +369,10 @@ def download_on_nodes(path: str, *, nodes: Collection[str] = ()) -> None:
     if not is_hub_name(path) or Path(path).exists():
         return
     here = ray.get_runtime_context().get_node_id()
-    alive = bounded(ray.nodes, CALL_S, "list its nodes")
     hosts = {
         node["NodeID"]: node["NodeManagerHostname"]
-        for node in alive
-        if node["Alive"] and node["NodeID"] != here and (not nodes or node["NodeID"] in nodes)
+        for node in ray_timeouts.alive_nodes()
+        if node["NodeID"] != here and (not nodes or node["NodeID"] in nodes)
     }
     actors = list[Any]()
     try:

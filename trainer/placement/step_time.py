@@ -229,8 +229,8 @@ def _decode_device_seconds(
     width, parallel = BYTES[config.engine_dtype], config.rollout.tensor_parallel
     missed = (1 - facts.experts_per_token / facts.experts) ** sequences if facts.experts else 0.0
     head = facts.vocab_size * facts.hidden_size
-    tables = head * (1 if facts.tied else 2)  # of which the input is a lookup, not a GEMM
-    layers = facts.parameters - tables - missed * facts.expert_parameters
+    # Of the embeddings, the input is a lookup and not a GEMM.
+    layers = facts.parameters - facts.embedding_parameters - missed * facts.expert_parameters
     sampled = config.rollout.sampling.max_tokens / 2
     cache = sequences * (config.data.max_prompt_tokens + sampled) * kv_token_bytes(config, facts)
     weights = layers * engine_layer_bytes(config) + head * width
@@ -248,14 +248,11 @@ def _all_reduce_seconds(
     if config.rollout.tensor_parallel <= spec.node_gpus:
         return 0.0
     size = tokens * facts.hidden_size * BYTES[config.engine_dtype]
-    # Every GPU's network card carries its part of a ring.
-    ring = min(spec.link_bytes, spec.node_gpus * spec.network_bytes)
-    return 2 * facts.layers * (passes * rates.all_reduce_s + 2 * size / ring)
+    return 2 * facts.layers * (passes * rates.all_reduce_s + 2 * size / spec.ring_bytes)
 
 
 def body_parameters(facts: ModelFacts) -> int:
-    embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
-    return facts.active_parameters - embeddings
+    return facts.active_parameters - facts.embedding_parameters
 
 
 def compute_seconds(
@@ -344,20 +341,18 @@ def traffic_seconds(config: Config, facts: ModelFacts, micro_batches: int, spec:
         stage, (4 + trips * width) * micro_batches
     )
     inside = ranks <= spec.node_gpus
-    # Across nodes every GPU's network card carries its part of a ring.
-    ring = min(spec.link_bytes, spec.node_gpus * spec.network_bytes)
+    ring = spec.link_bytes if inside else spec.ring_bytes
     seconds, shares = 0.0, trainer.hpz_partition_size
     if shares > 1:  # gathers within a node, except the first after an update
         near = width * (trips * micro_batches - updates)
         seconds += facts.parameters * (1 - 1 / shares) * near / spec.link_bytes
         moved -= near
     dense = (facts.parameters - facts.expert_parameters) * (1 - 1 / ranks)
-    seconds += dense * moved / (spec.link_bytes if inside else ring)
+    seconds += dense * moved / ring
     # Ranks with the same experts are neighbours unless experts are spread.
     replicas = ranks // spread
     experts = facts.expert_parameters / spread * (1 - 1 / replicas)
-    link = spec.link_bytes if inside else (ring if spread == 1 else spec.network_bytes)
-    seconds += experts * moved / link
+    seconds += experts * moved / (ring if inside or spread == 1 else spec.network_bytes)
     per_rank = micro_batches * trainer.micro_batch_tokens / trainer.sequence_parallel
     sent = per_rank * facts.experts_per_token * facts.hidden_size * width * (1 - 1 / spread)
     seconds += facts.moe_layers * 2 * trips * sent / spec.between(spread)

@@ -427,8 +427,8 @@ class _ClusterMonitor:
 
 
 def _alive_nodes() -> Mapping[str, str]:
-    nodes = ray_timeouts.bounded(ray.nodes, _GCS_HANG_S, "list its nodes")
-    return {n["NodeID"]: n["NodeManagerHostname"] for n in nodes if n["Alive"]}
+    nodes = ray_timeouts.alive_nodes(_GCS_HANG_S)
+    return {node["NodeID"]: node["NodeManagerHostname"] for node in nodes}
 
 
 def _create_monitor(node: str, hang_timeout_s: float) -> Any:

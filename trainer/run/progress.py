@@ -112,13 +112,11 @@ class _Display:
                     self._printed[wait] = now
 
     def _open_live(self) -> Any:
-        try:
-            from rich.console import Console  # noqa: PLC0415  (only on a terminal)
-            from rich.live import Live  # noqa: PLC0415
-            from rich.spinner import Spinner  # noqa: PLC0415
-            from rich.text import Text  # noqa: PLC0415
-        except ImportError:
-            return None
+        from rich.console import Console  # noqa: PLC0415  (only on a terminal)
+        from rich.live import Live  # noqa: PLC0415
+        from rich.spinner import Spinner  # noqa: PLC0415
+        from rich.text import Text  # noqa: PLC0415
+
         spinner = Spinner("dots")
 
         def draw() -> Spinner:

@@ -240,7 +240,7 @@ class _TrackerThread:
         """The tracker's id of the run, the last step sent to it, and the number of events sent to
         it."""
         self._tracker: _Tracker | None = None
-        self._opened = False
+        self._remedy = ""
         self._metrics, self._events = folder / "metrics.jsonl", folder / "events.jsonl"
         self._position = {self._metrics: 0, self._events: 0}
         """How many bytes of each file have been read."""
@@ -283,10 +283,9 @@ class _TrackerThread:
     def _warn(self, text: str) -> None:
         if not self._warned:
             self._warned = True
-            remedy = self._tracker.remedy if self._tracker is not None else ""
             self._say(
                 f"warning: {self.name} {text}. The run continues, and {self.name} is retried and "
-                f"catches up later. {remedy}"
+                f"catches up later. {self._remedy}"
             )
 
     def _run(self) -> None:
@@ -312,10 +311,11 @@ class _TrackerThread:
                 self.done.set()
 
     def _send(self) -> None:
-        if self._tracker is None or not self._opened:
-            tracker = self._tracker = self._make()
+        if self._tracker is None:
+            tracker = self._make()
+            self._remedy = tracker.remedy
             run, location = tracker.open(self._folder.resolve(), self._sent["id"], self._knobs)
-            self._opened = True
+            self._tracker = tracker
             self._progressed(id=run)
             self._say(f"{self.name}: {_redact_secrets(location)}")
         for line in self._unread(self._metrics):

@@ -308,14 +308,14 @@ def test_resumed_run_keeps_its_dtype(bfloat16: bool, tmp_path: Path, first_dtype
 
 
 def test_failed_download_is_noticed_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    alive = [{"NodeID": 56 * n, "NodeManagerHostname": f"host-{n}", "Alive": True} for n in "abc"]
+    alive = [{"NodeID": 56 * n, "NodeManagerHostname": f"host-{n}"} for n in "abc"]
     killed = list[str]()
 
     def get(request: str, *, seconds: float) -> None:
         assert request == "c", "b is still downloading"
         raise ray_timeouts.Unanswered("no space left")
 
-    monkeypatch.setattr(nodes, "bounded", lambda *_: alive)
+    monkeypatch.setattr(ray_timeouts, "alive_nodes", lambda: alive)
     monkeypatch.setattr(
         ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: 56 * "a")
     )
