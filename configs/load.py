@@ -1,4 +1,4 @@
-"""Load a recipe (YAML) and `key=value` overrides into a `Config`.
+"""Load a recipe (YAML) and `key=value` overrides into a `Config`. Only this file uses OmegaConf.
 
     defaults: base.yaml          # optional base recipe: a path relative to this file, or the bare
                                  # name of a recipe that comes with Keel
@@ -13,7 +13,7 @@ knob. Write `\\${` for a literal `${`. All unknown keys and wrong types are repo
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import MISSING, fields
 from functools import lru_cache
@@ -42,8 +42,8 @@ C = TypeVar("C", bound=Section)
 
 _MOST_VALUES = 100_000
 """Maximum number of values in a recipe after expanding its YAML aliases."""
-_REFERENCE = re.compile(r"(\\*)\$\{(?:\s*([^{}]*?)\s*\})?")
-"""A reference and the backslashes before it. An odd number of them makes it plain text."""
+_RESOLVER = re.compile(r"(?<!\\)\$\{\s*[\w.]+\s*:")
+"""Matches a call of an OmegaConf resolver, such as `${oc.env:HOME}`."""
 _TAG = "tag:yaml.org,2002:"
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$")
 _FLOAT = re.compile(
@@ -127,45 +127,28 @@ def _resolve_references(
 ) -> dict[str, Any]:
     """Replace references such as `${run.seed}`. Raises ConfigError if one can't be resolved, or if
     a value was left as `???`."""
-
-    def resolved(value: Any, key: str = "", trail: tuple[str, ...] = ()) -> Any:
-        if isinstance(value, dict):
-            pairs = cast(dict[Any, Any], value).items()
-            return {k: resolved(v, f"{key}.{k}".lstrip("."), trail) for k, v in pairs}
-        if isinstance(value, list):
-            items = enumerate(cast(list[Any], value))
-            return [resolved(item, f"{key}.{place}", trail) for place, item in items]
-        if value == "???":
-            raise ConfigError(f"{where.get(key, recipe)}: {key}: missing; give it a value")
-        if not isinstance(value, str):
-            return value
-        whole = _REFERENCE.fullmatch(value)
-        if whole and not whole[1]:
-            return referred(whole, key, trail)
-
-        def replaced(match: re.Match[str]) -> str:
-            pairs, escaped = divmod(len(match[1]), 2)
-            plain = match[0][len(match[1]) :]
-            return match[1][:pairs] + (plain if escaped else str(referred(match, key, trail)))
-
-        return _REFERENCE.sub(replaced, value)
-
-    def referred(match: re.Match[str], key: str, trail: tuple[str, ...]) -> Any:
-        name, node = match[2], cast(Any, _with_defaults(root, tree))
-        try:
-            if not name or name in trail:
-                raise LookupError
-            for step in re.findall(r"[^.\[\]]+", name):
-                node = node[int(step) if isinstance(node, list) else step]
-        except (LookupError, TypeError, ValueError) as error:
-            reason = "refers to itself" if name in trail else "refers to no knob"
+    texts = list(_strings(tree))
+    for key, text in texts:
+        if _RESOLVER.search(text):
             raise ConfigError(
-                f"{where.get(key, recipe)}: {key}: {match[0][len(match[1]) :]} {reason}. Write "
-                "${run.seed} for the value of a knob, and \\${ for a literal ${"
-            ) from error
-        return resolved(node, name, (*trail, name))
+                f"{where.get(key, recipe)}: {key}: ${{…:…}} would call a function or read the "
+                "environment. Refer to knobs only (write a literal ${ as \\${)"
+            )
+    if not any("${" in text or text == "???" for _, text in texts):
+        return tree
+    from omegaconf import OmegaConf  # noqa: PLC0415  (imports slowly)
+    from omegaconf.errors import OmegaConfBaseException  # noqa: PLC0415
 
-    return resolved(tree)
+    try:
+        complete = OmegaConf.create(_with_defaults(root, tree))
+        container = OmegaConf.to_container(complete, resolve=True, throw_on_missing=True)
+    except (OmegaConfBaseException, RecursionError, UnicodeEncodeError) as error:
+        key = getattr(error, "full_key", None) or ""
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{where.get(key, recipe)}: {key or 'a value'}: {reason} (write a literal ${{ as \\${{)"
+        ) from error
+    return cast(dict[str, Any], container)
 
 
 def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, Any]:
@@ -236,7 +219,11 @@ def _smallest_valid(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Merge `above` into `below`. Sections are merged recursively, and all other values are
-    replaced."""
+    replaced.
+
+    OmegaConf's own merge isn't used because it fails when a section replaces a list. Keel reports
+    this mistake more clearly when it checks the recipe against the schema.
+    """
     both = dict(below)
     for key, value in above.items():
         old = below.get(key)
@@ -245,6 +232,18 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         if value != "???" or key not in below:
             both[key] = value
     return both
+
+
+def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    below: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        below = cast(dict[Any, Any], value).items()
+    elif isinstance(value, list):
+        below = enumerate(cast(list[Any], value))
+    elif isinstance(value, str):
+        yield key, value
+    for name, inner in below:
+        yield from _strings(inner, f"{key}.{name}".lstrip("."))
 
 
 def _with_defaults(section: type[Section], tree: dict[str, Any]) -> dict[str, Any]:

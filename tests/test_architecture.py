@@ -48,6 +48,7 @@ WIRING_ALSO = {"rollout", "rewards", "data", "agents"}
 OWNERS = {
     "vllm": ("rollout/", "weights/", "model/batch_invariant/vllm_kernels.py"),
     "deepspeed": ("trainer/engine/",),
+    "omegaconf": ("configs/load.py",),
     "mcp": ("agents/",),
     "jupyter_client": ("agents/",),
     "ray": ("commands/", "rollout/", "trainer/", "model/ray_timeouts.py", "weights/sender.py"),
@@ -281,8 +282,8 @@ def lines_of(program: str) -> list[str]:
     "modules",
     [
         {
-            "keel.commands.cli": ("torch", "numpy", "ray", *ENGINES),
-            "keel.commands.reference": ("torch", "numpy", "rich", "yaml"),
+            "keel.commands.cli": ("torch", "numpy", "ray", "omegaconf", *ENGINES),
+            "keel.commands.reference": ("torch", "numpy", "rich", "yaml", "omegaconf"),
             "keel.commands.new": ("torch", "numpy", "ray", *ENGINES),
             "keel.trainer.loop": ("torch", "ray", *ENGINES),
             "keel.rewards.judge.service": ("torch", "openai", *ENGINES),
