@@ -68,7 +68,6 @@ class Recorder(ABC):
         """Start recording a request."""
         self._options[request_id] = options
 
-    @abstractmethod
     def take(
         self, request_id: str, prompt_tokens: int, output: CompletionOutput
     ) -> tuple[NDArray[np.float32], Recordings]:
@@ -78,11 +77,46 @@ class Recorder(ABC):
 
         Each row of routes was computed with the weights that sampled the next token, and rows of
         prompt positions with those that sampled the first token. If a log-probability is not
-        finite, the completion is dropped, and the arrays may be empty. Raises RecordingError if a
-        token is missing."""
+        finite, the completion is dropped, and there are no arrays. Raises RecordingError if a token
+        is missing."""
+        options, sampled = self._options.pop(request_id), len(output.token_ids)
+        logp = self._logprobs(request_id, output)
+        check_count(request_id, "logprobs", len(logp), sampled)
+        masks = routes = selected = None
+        if np.isfinite(logp).all():
+            first, last = options.routes_from, prompt_tokens + sampled - 1
+            if options.sampling_mask:
+                masks = self._sampling_masks(request_id, output)
+                masks = _sort_masks(request_id, masks, output)
+            if options.routes:
+                routes = self._routes(request_id, output, first, last)
+                check_count(request_id, "rows of routes", len(routes), last - first)
+                check_routed(request_id, routes)
+            if options.selection:
+                selected = self._selections(request_id, first, last)
+        self.forget(request_id)
+        return logp, Recordings(routes_TLK=routes, sampling_mask=masks, selected_TLb=selected)
+
+    @abstractmethod
+    def _logprobs(self, request_id: str, output: CompletionOutput) -> NDArray[np.float32]:
+        """Return the log-probability of each sampled token."""
+
+    @abstractmethod
+    def _sampling_masks(self, request_id: str, output: CompletionOutput) -> SamplingMasks:
+        """Return the sampling mask of each sampled token."""
+
+    @abstractmethod
+    def _routes(
+        self, request_id: str, output: CompletionOutput, first: int, last: int
+    ) -> NDArray[np.int16]:
+        """Return the routes of the positions `first` … `last` − 1."""
+
+    def _selections(self, request_id: str, first: int, last: int) -> NDArray[np.uint8]:
+        """Return the selections of sparse attention of the positions `first` … `last` − 1."""
+        raise NotImplementedError
 
     def forget(self, request_id: str) -> None:
-        """Delete the recording of an aborted request."""
+        """Delete everything recorded for a request."""
         self._options.pop(request_id, None)
         self._saved.pop(request_id, None)
 
@@ -173,7 +207,7 @@ def default_top_k(sampling: SamplingConfig, options: RecordingOptions) -> dict[s
     return {"top_k": WIDEST_MASK}
 
 
-def sort_masks(request_id: str, masks: SamplingMasks, output: CompletionOutput) -> SamplingMasks:
+def _sort_masks(request_id: str, masks: SamplingMasks, output: CompletionOutput) -> SamplingMasks:
     """Sort the ids in each mask, so that the trainer can check the masks in one pass. Raises
     RecordingError if a mask doesn't contain the sampled token."""
     check_count(request_id, "sampling masks", len(masks), len(output.token_ids))

@@ -10,15 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.configs.schema import SamplingConfig
-from keel.rl.recordings import Recordings, SamplingMasks
+from keel.rl.recordings import SamplingMasks
 from keel.rollout.recording.base import (
     Recorder,
     RecordingOptions,
-    check_count,
-    check_routed,
     core_of,
     default_top_k,
-    sort_masks,
 )
 from keel.rollout.spec import RecordingError
 
@@ -74,46 +71,36 @@ class NativeRecorder(Recorder):
         start = {"routed_experts_prompt_start": options.routes_from} if options.routes else {}
         return {"logprobs": 0, "flat_logprobs": True, **bound, **start}
 
-    def take(
-        self, request_id: str, prompt_tokens: int, output: CompletionOutput
-    ) -> tuple[NDArray[np.float32], Recordings]:
-        options, sampled = self._options.pop(request_id), len(output.token_ids)
-        blocks = self._blocks.pop(request_id, [])
+    def _logprobs(self, request_id: str, output: CompletionOutput) -> NDArray[np.float32]:
         flat = cast("FlatLogprobs | None", output.logprobs)  # requested in `sampling_args`
         if flat is None:
             raise RecordingError(f"request {request_id}: the engine returned no logprobs")
-        check_count(request_id, "logprobs", len(flat), sampled)
         first = np.asarray(flat.start_indices, np.int64)  # the sampled token comes first
         if not np.array_equal(np.asarray(flat.token_ids)[first], np.asarray(output.token_ids)):
             raise RecordingError(
                 f"request {request_id}: the logprobs do not belong to the completion's tokens"
             )
-        logp = np.asarray(flat.logprobs, np.float32)[first]
-        if not np.isfinite(logp).all():
-            self.forget(request_id)
-            return logp, Recordings()
-        masks = routes = selected = None
-        start = options.routes_from
-        count = prompt_tokens + sampled - 1 - start
-        if options.sampling_mask:
-            # A missing mask never means that sampling was not truncated.
-            if output.sampling_mask is None:
-                raise RecordingError(f"request {request_id}: the engine returned no sampling mask")
-            masks = SamplingMasks.from_lists(output.sampling_mask.token_ids)
-            masks = sort_masks(request_id, masks, output)
-        if options.routes:
-            if output.routed_experts is None:
-                raise RecordingError(f"request {request_id}: the engine returned no routes")
-            check_count(request_id, "rows of routes", len(output.routed_experts), count)
-            # The engine also returns zeros for every dense layer.
-            routes = output.routed_experts[:, self._moe_layers].astype(np.int16)
-            check_routed(request_id, routes)
-        if options.selection:
-            read = partial(self._selected, blocks, start, start + count)
-            rows = self._rows(request_id, count, read)
-            selected = rows[..., : -(-(start + count) // 8)]
-            _check_selected(request_id, selected, start, self._top_k)
-        return logp, Recordings(routes_TLK=routes, sampling_mask=masks, selected_TLb=selected)
+        return np.asarray(flat.logprobs, np.float32)[first]
+
+    def _sampling_masks(self, request_id: str, output: CompletionOutput) -> SamplingMasks:
+        # A missing mask never means that sampling was not truncated.
+        if output.sampling_mask is None:
+            raise RecordingError(f"request {request_id}: the engine returned no sampling mask")
+        return SamplingMasks.from_lists(output.sampling_mask.token_ids)
+
+    def _routes(
+        self, request_id: str, output: CompletionOutput, first: int, last: int
+    ) -> NDArray[np.int16]:
+        if output.routed_experts is None:
+            raise RecordingError(f"request {request_id}: the engine returned no routes")
+        # The engine also returns zeros for every dense layer.
+        return output.routed_experts[:, self._moe_layers].astype(np.int16)
+
+    def _selections(self, request_id: str, first: int, last: int) -> NDArray[np.uint8]:
+        read = partial(self._selected, self._blocks.get(request_id, ()), first, last)
+        selected = self._rows(request_id, last - first, read)[..., : -(-last // 8)]
+        _check_selected(request_id, selected, first, self._top_k)
+        return selected
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)

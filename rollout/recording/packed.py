@@ -16,15 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keel.configs.schema import SamplingConfig
-from keel.rl.recordings import Recordings
+from keel.rl.recordings import SamplingMasks
 from keel.rollout.recording.base import (
     Recorder,
     RecordingOptions,
-    check_count,
-    check_routed,
     core_of,
     default_top_k,
-    sort_masks,
 )
 from keel.rollout.vllm_fast.scheduler import AsyncFastScheduler
 from keel.rollout.vllm_fast.step_arrays import UNMASKED, PackedRecording
@@ -72,29 +69,17 @@ class PackedRecorder(Recorder):
         super().expect(request_id, options)
         self._scheduler.recordings[request_id] = PackedRecording(with_masks=options.sampling_mask)
 
-    def take(
-        self, request_id: str, prompt_tokens: int, output: CompletionOutput
-    ) -> tuple[NDArray[np.float32], Recordings]:
-        options = self._options.pop(request_id)
-        packed: PackedRecording = self._scheduler.recordings.pop(request_id)
-        sampled = len(output.token_ids)
-        logp = packed.logprobs()
-        check_count(request_id, "logprobs", len(logp), sampled)
-        if not np.isfinite(logp).all():
-            self.forget(request_id)
-            return logp, Recordings()
-        masks = routes = None
-        if options.routes:
-            first = options.routes_from
-            count = prompt_tokens + sampled - 1 - first
-            read = partial(self._finished_rows, request_id, first, count)
-            routes = self._rows(request_id, count, read)
-            check_count(request_id, "rows of routes", len(routes), count)
-            check_routed(request_id, routes)
-        if options.sampling_mask:
-            masks = sort_masks(request_id, packed.sampling_masks(), output)
-        recordings = Recordings(routes_TLK=routes, sampling_mask=masks)
-        return np.asarray(logp, np.float32), recordings
+    def _logprobs(self, request_id: str, output: CompletionOutput) -> NDArray[np.float32]:
+        return np.asarray(self._scheduler.recordings[request_id].logprobs(), np.float32)
+
+    def _sampling_masks(self, request_id: str, output: CompletionOutput) -> SamplingMasks:
+        return self._scheduler.recordings[request_id].sampling_masks()
+
+    def _routes(
+        self, request_id: str, output: CompletionOutput, first: int, last: int
+    ) -> NDArray[np.int16]:
+        read = partial(self._finished_rows, request_id, first, last - first)
+        return self._rows(request_id, last - first, read)
 
     def _finished_rows(self, request_id: str, first: int, count: int) -> NDArray[np.int16]:
         """Return `count` rows of routes, starting at position `first`, of a request that finished

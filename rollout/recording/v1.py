@@ -18,12 +18,10 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.outputs import CompletionOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from keel.rl.recordings import NO_ROUTE, Recordings, SamplingMasks
+from keel.rl.recordings import NO_ROUTE, SamplingMasks
 from keel.rollout.recording.base import (
     Recorder,
     RecordingOptions,
-    check_count,
-    check_routed,
     core_of,
 )
 from keel.rollout.spec import RecordingError
@@ -151,27 +149,24 @@ class V1Recorder(Recorder):
         ends = rows.bincount(minlength=len(logprobs)).cumsum(0)[:-1]
         return np.split(ids.to(torch.int32).numpy(), ends.numpy())
 
-    def take(
-        self, request_id: str, prompt_tokens: int, output: CompletionOutput
-    ) -> tuple[NDArray[np.float32], Recordings]:
-        options, draws = self._options.pop(request_id), self._live.pop(request_id)
-        tokens = list(output.token_ids)
-        check_count(request_id, "draws", len(draws), len(tokens))
-        if [step.tokens[row] for step, row in draws] != tokens:
+    def _logprobs(self, request_id: str, output: CompletionOutput) -> NDArray[np.float32]:
+        draws = self._live[request_id]
+        if [step.tokens[row] for step, row in draws] != list(output.token_ids):
             raise RecordingError(
                 f"request {request_id}: the recorded tokens are not the completion's"
             )
-        masks = routes = None
-        if options.sampling_mask:
-            masks = SamplingMasks.from_lists([step.masks[row] for step, row in draws if step.masks])
-        if options.routes:
-            assert self._table is not None
-            first, last = options.routes_from, prompt_tokens + len(tokens) - 1
-            read = partial(self._table.rows, self._table.blocks(request_id), first, last)
-            routes = self._rows(request_id, last - first, read)
-            check_routed(request_id, routes)
-        logp = np.array([step.logp[row] for step, row in draws], np.float32)
-        return logp, Recordings(routes_TLK=routes, sampling_mask=masks)
+        return np.array([step.logp[row] for step, row in draws], np.float32)
+
+    def _sampling_masks(self, request_id: str, output: CompletionOutput) -> SamplingMasks:
+        draws = self._live[request_id]
+        return SamplingMasks.from_lists([step.masks[row] for step, row in draws if step.masks])
+
+    def _routes(
+        self, request_id: str, output: CompletionOutput, first: int, last: int
+    ) -> NDArray[np.int16]:
+        assert self._table is not None
+        read = partial(self._table.rows, self._table.blocks(request_id), first, last)
+        return self._rows(request_id, last - first, read)
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)

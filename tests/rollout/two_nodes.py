@@ -22,12 +22,11 @@ from ray.cluster_utils import Cluster
 from keel.configs.schema import Config, DataConfig
 from keel.model import ray_timeouts
 from keel.rl.futures import on_thread
-from keel.rl.recordings import Recordings
 from keel.rl.types import Group, Prompt
-from keel.rollout import pool as rollout_pool
-from keel.rollout.engine.worker import RolloutWorker
-from keel.rollout.pool import RayEngine, RolloutPool
-from keel.rollout.recording.base import Recorder
+from keel.rollout.engine import worker
+from keel.rollout.engine.worker import RayEngine, RolloutWorker
+from keel.rollout.pool import RolloutPool
+from keel.rollout.recording.base import Recorder, RecordingOptions
 from keel.rollout.spec import EngineSpec, env_vars
 from keel.trainer.placement.hardware import ENGINE
 from keel.trainer.placement.nodes import QUOTED_PYTHON, reserve_gpus
@@ -49,11 +48,16 @@ class _NoRecorder(Recorder):
     def sampling_args(self, sampling: Any, options: Any) -> dict[str, Any]:
         return {"logprobs": 0}
 
-    def take(self, request_id: str, prompt_tokens: int, output: Any) -> Any:
-        del self._options[request_id]
+    def expect(self, request_id: str, options: RecordingOptions) -> None:
+        super().expect(request_id, RecordingOptions(routes=False, sampling_mask=False))
+
+    def _logprobs(self, request_id: str, output: Any) -> Any:
         rows = zip(output.token_ids, output.logprobs, strict=True)
-        logp = np.array([row[token].logprob for token, row in rows], np.float32)
-        return logp, Recordings()
+        return np.array([row[token].logprob for token, row in rows], np.float32)
+
+    def _sampling_masks(self, request_id: str, output: Any) -> Any: ...
+
+    def _routes(self, request_id: str, output: Any, first: int, last: int) -> Any: ...
 
 
 def prepare_process() -> None:
@@ -114,8 +118,8 @@ def engine_on_two_nodes(
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # Ray uses it to count GPUs
-        patch.setattr(rollout_pool, "RolloutWorker", _Worker)
-        patch.setattr(rollout_pool, "env_vars", lambda config, **options: env_vars(config, gpu=GPU))
+        patch.setattr(worker, "RolloutWorker", _Worker)
+        patch.setattr(worker, "env_vars", lambda config, **options: env_vars(config, gpu=GPU))
         cluster = Cluster()
         with skip_unused_processes():
             for gpu in "01":
