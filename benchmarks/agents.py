@@ -40,7 +40,8 @@ from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.turns import Message, Parsed, ToolCall, ToolSpec
 from keel.rl.types import Group, Prompt, Verdict
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.pool import RayEngine, RolloutPool
+from keel.rollout.engine.worker import RayEngine
+from keel.rollout.pool import RolloutPool
 from keel.rollout.spec import EngineSpec
 
 EPISODES, TURNS, TURN_TOKENS = 256, 8, 200

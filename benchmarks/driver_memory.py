@@ -36,7 +36,7 @@ from keel.configs.schema import (
 )
 from keel.rl.recordings import NO_ROUTE, SamplingMasks
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
-from keel.rollout import pool
+from keel.rollout.engine import worker
 from keel.rollout.engine.worker import RolloutWorker, detach
 from keel.rollout.spec import GroupRequest
 from keel.trainer import learner
@@ -128,10 +128,10 @@ def measure(groups: int) -> dict[str, float]:
     cluster.add_node(**sizes, resources={"gpus": 1})
     ray.init(address=cluster.address, log_to_driver=False)
     learner.TrainerWorker = Rank  # type: ignore[misc]
-    pool.RolloutWorker = Sampler  # type: ignore[misc]
+    worker.RolloutWorker = Sampler  # type: ignore[misc]
     place = {"num_cpus": 0, "resources": {"gpus": 0.1}}
     spec: Any = SimpleNamespace(config=RolloutConfig(), batch_invariant=False)
-    engine = pool.RayEngine(spec, 0, gpu=False, options=lambda _: place)
+    engine = worker.RayEngine(spec, 0, gpu=False, options=lambda _: place)
     config = Config(
         data=DataConfig(sources=(SOURCE,)),
         rollout=RolloutConfig(engines=1),

@@ -35,7 +35,8 @@ from keel.configs.schema import (
     TrainerConfig,
 )
 from keel.model.load import readable_tensors
-from keel.rollout.pool import RayEngine, RolloutPool
+from keel.rollout.engine.worker import RayEngine
+from keel.rollout.pool import RolloutPool
 from keel.rollout.spec import EngineSpec
 from keel.trainer.learner import Learner
 from keel.trainer.placement.nodes import start_ray

@@ -13,36 +13,23 @@ from __future__ import annotations
 
 import itertools
 import queue
-import re
 import threading
 import time
 from bisect import insort
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import ray
-from ray import ObjectRef
-from ray.exceptions import ObjectLostError, RayActorError, RayError
-
 from keel.configs.schema import RolloutConfig, SamplingConfig
-from keel.model import ray_timeouts
-from keel.model.ray_timeouts import GONE, POLL_S, PollClock
+from keel.model.ray_timeouts import POLL_S, PollClock
 from keel.rl.futures import done, failed, settle, then
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt, Purpose
-from keel.rollout.engine.worker import RolloutWorker, attach, count_completions
-from keel.rollout.spec import (
-    EngineError,
-    EngineProgress,
-    EngineSpec,
-    GroupRequest,
-    SampleRequest,
-    env_vars,
-)
+from keel.rollout.engine.worker import RayEngine, with_engine_errors
+from keel.rollout.spec import EngineError, EngineProgress, GroupRequest, SampleRequest
 from keel.weights.sync import Transfer
 
 MAX_RESTARTS = 3
@@ -56,9 +43,6 @@ _FREED_S = 3.0  # time in seconds until the GPU memory of a killed engine is fre
 _MAX_CONVERSATIONS = 100_000
 _TASKS = {"starting": "start", "loading": "load new weights", "going to sleep": "go to sleep"}
 STALL_POLL_S = 2.0
-_CONCURRENT_CALLS = 10_000  # more than an engine receives, so the actor never queues a call
-_RAISED = re.compile(r"^\s*(?:\w+\.)*\w*(?:Error|Exception|Interrupt): ", re.MULTILINE)
-_DIED = re.compile(r"\bpid: (\d+)\b.*its worker process has died", re.DOTALL)
 WARN_S, STUCK_S = 20.0, 60.0  # seconds without a step until a warning, and a new engine
 _WARN_STEPS, _STUCK_STEPS = 4.0, 10.0  # lower bounds, as multiples of the longest step so far
 
@@ -442,7 +426,7 @@ class RolloutPool:
         loaded = update.transfer({slot.index: slot.engine.actor for slot in slots})
         for slot in slots:
             slot.version = update.version
-            self._await(slot, "loading", _with_engine_errors(loaded[slot.index]), self._update_s)
+            self._await(slot, "loading", with_engine_errors(loaded[slot.index]), self._update_s)
 
     def _check_updated(self) -> None:
         """Resolve the update once all running engines have the new weights. Engines that are still
@@ -558,111 +542,3 @@ class _StallDetector:
                 progress.warned = True
                 warn(f"rollout engine {slot.index} {message}. It is restarted at {stuck_s:.0f} s")
         return stuck
-
-
-class RayEngine:
-    """An engine that runs in a Ray actor (`RolloutWorker`). All methods return immediately.
-    Cancelling a future aborts its work.
-
-    If the engine dies, its futures raise `EngineError` and the pool replaces it. The pool can't
-    recover from any other error.
-    """
-
-    def __init__(
-        self,
-        spec: EngineSpec,
-        index: int,
-        *,
-        gpu: bool,
-        options: Callable[[int], Mapping[str, Any]] | None = None,
-    ) -> None:
-        """Start the engine without waiting for it. `options(index)` returns extra actor
-        options."""
-        actor_options = {
-            # On a CPU, engines share the machine with the trainer; threads bound them.
-            "num_cpus": 1 if gpu else 0,
-            "num_gpus": spec.config.tensor_parallel if gpu else 0,
-            "max_concurrency": _CONCURRENT_CALLS,
-            "runtime_env": {
-                "env_vars": env_vars(spec.config, gpu=gpu, batch_invariant=spec.batch_invariant)
-            },
-            **(options(index) if options else {}),
-        }
-        if gpu and not actor_options["num_gpus"]:
-            spec = replace(spec, spread=True)
-        name = f"rollout engine {index}"
-        self.actor = ray_timeouts.create(RolloutWorker, name, actor_options, spec)
-
-    def _call(self, method: str) -> Future[Any]:
-        return as_future(ray_timeouts.call(getattr(self.actor, method)))
-
-    def ready(self) -> Future[tuple[str, ...]]:
-        """Return a future that resolves to the engine's warnings once it is ready to sample (or
-        asleep, with `rollout.time_share`)."""
-        return self._call("ready")
-
-    def sample(
-        self, request: SampleRequest, *, sampling: SamplingConfig, record: bool
-    ) -> Future[Any]:
-        """Start sampling. The future resolves to a `Group` or a `TurnResult`."""
-        method = self.actor.sample.options(num_returns=1 + count_completions(request))
-        ref, *keys = ray_timeouts.call(method, request, sampling, record)
-        return as_future(ref, lambda result: attach(result, keys))
-
-    def progress(self) -> Future[EngineProgress]:
-        return self._call("progress")
-
-    def sleep(self) -> Future[None]:
-        return self._call("sleep")
-
-    def kill(self) -> None:
-        ray_timeouts.kill(self.actor)
-
-
-def as_future(ref: ObjectRef, convert: Callable[[Any], Any] = lambda result: result) -> Future[Any]:
-    """Convert an actor call to a future. Cancelling the future cancels the call. A lost actor or
-    result and timeouts inside the actor become `EngineError`. The result is passed to `convert`."""
-    future = _with_engine_errors(ref.future(), (*GONE, ObjectLostError), convert)
-
-    def cancelled(outer: Future[Any]) -> None:
-        if outer.cancelled():
-            ray.cancel(ref)
-
-    future.add_done_callback(cancelled)
-    return future
-
-
-def _with_engine_errors(
-    inner: Future[Any],
-    gone: tuple[type[RayError], ...] = GONE,
-    convert: Callable[[Any], Any] = lambda result: result,
-) -> Future[Any]:
-    """Convert a future's errors to `EngineError` if they were caused by a dead or unresponsive
-    engine."""
-    outer: Future[Any] = Future()
-
-    def done(inner: Future[Any]) -> None:
-        if not outer.set_running_or_notify_cancel():
-            return
-        error = inner.exception()
-        if error is None:
-            outer.set_result(convert(inner.result()))
-            return
-        error = ray_timeouts.cause(error)
-        if isinstance(error, (*gone, TimeoutError)):
-            reason = str(error) if isinstance(error, TimeoutError) else _death_reason(error)
-            engine_error = EngineError(reason)
-            engine_error.__cause__ = error
-            error = engine_error
-        outer.set_exception(error)
-
-    inner.add_done_callback(done)
-    return outer
-
-
-def _death_reason(error: BaseException) -> str:
-    text = (isinstance(error, RayActorError) and ray_timeouts.death_reason(error)) or str(error)
-    if died := _DIED.search(text):  # Ray then adds a page of guesses
-        return f"its process {died[1]} crashed or was killed. Check dmesg for out of memory"
-    raised = [match.start() for match in _RAISED.finditer(text)]
-    return " ".join((text[raised[-1] :] if raised else text).split())

@@ -119,7 +119,7 @@ def test_imports_point_one_way() -> None:
 WAITS = ("get", "put", "wait", "kill", "nodes", "init", "shutdown", "cancel")
 RAY_ITSELF = {
     "trainer/placement/nodes.py": {"init"},  # local cluster with deadlines, or wrapped in `bounded`
-    "rollout/pool.py": {"cancel"},  # does not wait
+    "rollout/engine/worker.py": {"cancel"},  # does not wait
     "trainer/placement/watchdog.py": {"remote"},  # on a background thread
     "trainer/placement/ray_internals.py": {"nodes"},  # `cluster_nodes` bounds the wait
 }

@@ -27,8 +27,9 @@ from keel.rewards.scorer import Scorer
 from keel.rl.futures import wait_for
 from keel.rl.types import Group, Prompt, Purpose
 from keel.rollout.endpoint import EndpointCompletions, EndpointTurns
+from keel.rollout.engine.worker import RayEngine
 from keel.rollout.judge.server import JudgeServer
-from keel.rollout.pool import RayEngine, RolloutPool
+from keel.rollout.pool import RolloutPool
 from keel.rollout.spec import EngineError, EngineSpec
 from keel.trainer.build_agents import episode_runner
 from keel.trainer.learner import Learner

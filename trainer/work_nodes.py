@@ -44,7 +44,7 @@ from keel.rewards.sandbox.sandbox import open_sandbox
 from keel.rl.futures import failed, on_thread, settle
 from keel.rl.turns import Message, ToolCall
 from keel.rl.types import Prompt, Verdict
-from keel.rollout.pool import as_future
+from keel.rollout.engine.worker import as_future
 from keel.rollout.spec import EngineError
 from keel.trainer.placement.ray_internals import own_processes
 

@@ -2,49 +2,38 @@
 
 Only one thread may use a `VllmEngine` (`keel.rollout.engine.worker`). Importing this module imports
 vLLM.
-
-Requests are not added with `LLMEngine.add_request`, which validates each request, deep-copies its
-parameters and hashes every block of its prompt. This takes most of the CPU time of a conversation
-turn. `_TemplatedRequests` uses vLLM's own method only for the first request with the same sampling
-parameters, and copies that one for later requests. It also reuses the block hashes of a
-conversation's last turn where the token ids are unchanged.
 """
 
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoConfig, PreTrainedConfig
-from vllm import EngineArgs, LLMEngine, SamplingParams
-from vllm.model_executor.layers.quantization.utils.w8a8_utils import cutlass_block_fp8_supported
+from transformers import AutoConfig
+from vllm import LLMEngine
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from keel.configs.schema import SamplingConfig
-from keel.model.batch_invariant import BLOCK
-from keel.model.hub import fp8_block
-from keel.model.load import LOAD_FORMAT, full_attention, tokenizer_with
+from keel.model.load import full_attention, tokenizer_with
 from keel.model.routing import is_moe
 from keel.rl.recordings import Recordings, join_recordings
 from keel.rl.turns import THINK, TurnRequest, TurnResult, seed_of
 from keel.rl.types import Group, Prompt, Segment, Trajectory
 from keel.rollout.chat.parsing import decode_all, find_thinking_marks, split_message
 from keel.rollout.chat.render import render_prompt
+from keel.rollout.engine.engine_args import engine_args
 from keel.rollout.engine.patches import (
     cap_kv_cache,
     install_invariant_kernels,
     patch_residual_stream,
     shorten_warm_up,
 )
+from keel.rollout.engine.templated_requests import TemplatedRequests
 from keel.rollout.recording.base import Recorder, RecordingOptions, core_of, recorder_name
 from keel.rollout.recording.native import NativeRecorder
 from keel.rollout.recording.packed import PackedRecorder
@@ -56,9 +45,6 @@ from keel.weights.loader import TensorChecklist
 VERSION = "0.32.0"
 _MAX_DRAIN_STEPS = 64  # vLLM schedules one or two steps ahead
 _PAUSE, _DISCARD = 0, 2  # vLLM's sleep levels that only pause, and that discard the weights
-_CPU_BLOCK = 32  # tokens per KV block. With vLLM's default of 128, completions rarely share one.
-_MAX_CAPTURED = 512  # tokens in the largest step that vLLM captures as a CUDA graph by default
-_GIB = 2**30
 _RECORDERS: Mapping[str, type[Recorder]] = {
     "native": NativeRecorder,
     "packed": PackedRecorder,
@@ -194,7 +180,7 @@ class VllmEngine:
             self._llm = LLMEngine.from_engine_args(engine_args(spec, self._recorder, text))
         self._llm.set_weight_version("0")
         self._recorder.attach(self._llm)
-        self._requests = _TemplatedRequests(self._llm)
+        self._requests = TemplatedRequests(self._llm)
         self._checklist = TensorChecklist.of_checkpoint(spec.model_path, text)
         self._llm.collective_rpc("keel_prepare")
         if spec.config.time_share:
@@ -455,203 +441,3 @@ def _end_at_next_token(scheduler: Any, request_id: str) -> bool:
     limit = request.num_output_tokens + max(1, in_flight)
     request.max_tokens = min(request.max_tokens, limit)
     return True
-
-
-def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) -> EngineArgs:
-    config = spec.config
-    args: dict[str, Any] = {
-        "model": spec.model_path,
-        "tokenizer": spec.tokenizer,
-        "dtype": spec.dtype,
-        "hf_overrides": {"head_dtype": config.head_dtype},
-        "max_model_len": spec.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "enable_chunked_prefill": True,
-        "enable_prefix_caching": config.enable_prefix_caching,
-        "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": recorder.worker_extension,
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-        "seed": spec.seed,
-    }
-    if fp8_block(spec.model_path, text.to_dict()):
-        args["load_format"] = LOAD_FORMAT
-        args["hf_overrides"]["quantization_config"] = None
-    if current_platform.is_cpu():
-        if config.tensor_parallel > 1:
-            raise ValueError("rollout.tensor_parallel must be 1 on a CPU")
-        args |= {
-            "enforce_eager": True,  # compiling takes longer than small models run
-            "block_size": _CPU_BLOCK,
-            "kv_cache_memory_bytes": int(config.kv_cache_gib * _GIB),
-        }
-        if getattr(text, "kv_lora_rank", None) is not None:
-            # With AMX, vLLM would choose a backend for bfloat16 only.
-            args["attention_backend"] = "CPU_MLA"
-    else:
-        gpu_gib = current_platform.get_device_total_memory() / _GIB
-        args |= {
-            "enforce_eager": config.enforce_eager,
-            "gpu_memory_utilization": spec.gpu_share(gpu_gib),
-            "enable_sleep_mode": config.time_share,
-            "tensor_parallel_size": config.tensor_parallel,
-            "enable_expert_parallel": config.expert_parallel,
-        }
-        if config.quantization:
-            args |= _fp8_args()
-        if "linear_attention" in (getattr(text, "layer_types", None) or ()):
-            # On Hopper, vLLM's default kernel is compiled at run time and needs the CUDA toolkit.
-            args["gdn_prefill_backend"] = "triton"
-        if config.tensor_parallel > 1:
-            # Without this, vLLM would always use Ray inside a placement group.
-            args["distributed_executor_backend"] = "ray" if spec.spread else "mp"
-        if spec.cache_bytes:
-            args["kv_cache_memory_bytes"] = spec.cache_bytes
-        if not config.enforce_eager:
-            sizes = _captured_sizes(config.max_num_seqs, config.max_num_batched_tokens)
-            args["cudagraph_capture_sizes"] = sizes
-        if spec.batch_invariant:
-            # Compiled layers would fuse operations and round where the trainer does not.
-            args |= {"block_size": BLOCK, "compilation_config": {"mode": 0}}
-            if not config.enforce_eager:
-                args["compilation_config"]["cudagraph_mode"] = "FULL"
-    if spec.wide_residual:
-        # Part of the key of vLLM's cache of compiled layers.
-        args["additional_config"] = {"keel_residual_dtype": spec.residual_dtype}
-    return EngineArgs(**{**args, **recorder.engine_args()})
-
-
-def _fp8_args() -> dict[str, Any]:
-    """Return the arguments for weights in block-wise FP8. Raises ValueError if the GPU does not
-    support it.
-
-    By default, vLLM may choose kernels that round the weights once more, to scales that are powers
-    of two, or that are compiled at run time.
-    """
-    if not current_platform.has_device_capability(89):
-        raise ValueError(
-            "rollout.quantization = 'fp8': needs a GPU with FP8 units (Ada, Hopper or newer), not "
-            f"{current_platform.get_device_name()}. Leave it out"
-        )
-    return {
-        "quantization": "fp8_per_block",
-        "quantization_config": {"ignore": ["*.gate"]},  # routers, as in published checkpoints
-        "linear_backend": "cutlass" if cutlass_block_fp8_supported() else "triton",
-        "moe_backend": "triton",
-    }
-
-
-def _captured_sizes(seqs: int, most: int) -> list[int]:
-    """Return the step sizes, in tokens, to capture as CUDA graphs for a batch of `seqs` rows:
-    vLLM's own sizes up to twice the batch, plus eight more up to four times the batch.
-
-    The larger sizes are for conversations, where turns of about 30 tokens start while a full batch
-    is decoding. Without a graph, such a step kept the host busy for 23 ms (1.2 B parameters, H200).
-    """
-    largest = min(2 * seqs, _MAX_CAPTURED)
-    fine = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_CAPTURED + 1, 16)]
-    wider = [largest * quarters // 4 for quarters in (5, 6, 7, 8, 10, 12, 14, 16)]
-    sizes = [*(size for size in fine if size < largest), largest, min(seqs, largest), *wider]
-    return sorted({min(size, most) for size in sizes})
-
-
-_OWN_PARAMS = ("seed", "max_tokens", "routed_experts_prompt_start")
-"""Sampling parameters that may differ between requests with the same template."""
-_MAX_HASHED_TOKENS = 2**24  # with stored block hashes. Each takes about 9 bytes.
-
-
-class _TemplatedRequests:
-    def __init__(self, engine: LLMEngine) -> None:
-        self._engine = engine
-        self._core = core_of(engine)
-        self._templates: dict[str, Any] = {}  # vLLM's `EngineCoreRequest`s by parameters
-        self._open: dict[str, tuple[str, NDArray[np.int32], Any]] = {}
-        """The conversation, prompt and vLLM `Request` of each unfinished request."""
-        self._hashes = _PrefixHashes(self._core.scheduler.hash_block_size)
-        self._known: list[bytes] = []  # stored hashes for the prompt that is being added
-        if (hasher := self._core.request_block_hasher) is not None:
-            self._core.request_block_hasher = partial(self._hash_new_blocks, hasher)
-
-    def add(
-        self,
-        name: str,
-        context: Sequence[int] | NDArray[np.int32],
-        params: Mapping[str, Any],
-        *,
-        conversation: str,
-    ) -> None:
-        """Add a request for one completion with the unique `name` and vLLM's sampling `params`.
-        Raises ValueError if the request is invalid."""
-        ids = np.asarray(context, np.int32)
-        prompt = context.tolist() if isinstance(context, np.ndarray) else list(context)
-        own = {key: params[key] for key in _OWN_PARAMS if key in params}
-        key = repr({**params, **dict.fromkeys(own)})
-        if (template := self._templates.get(key)) is None:
-            template = self._templates[key] = self._engine.input_processor.process_inputs(
-                name,
-                {"prompt_token_ids": prompt},
-                SamplingParams(**params),
-                self._engine.get_supported_tasks(),
-            )
-        else:
-            # vLLM's only check of the ids themselves.
-            self._engine.renderer.validate_token_ids((int(ids.min()), int(ids.max())))
-        core_request = copy(template)
-        core_request.request_id = core_request.external_req_id = name
-        core_request.prompt_token_ids = prompt
-        core_request.arrival_time = time.time()
-        core_request.sampling_params = copy(template.sampling_params)
-        for param, value in own.items():
-            setattr(core_request.sampling_params, param, value)
-        self._known = self._hashes.matching_hashes(conversation, ids)
-        try:
-            prepared, wave = self._core.preprocess_add_request(core_request)
-        finally:  # they must not reach another request
-            self._known = []
-        self._engine.output_processor.add_request(core_request, None)
-        self._core.add_request(prepared, wave)
-        if conversation:
-            self._open[name] = conversation, ids, prepared
-
-    def store_hashes(self, name: str) -> None:
-        """Store the block hashes of a finished or aborted request for the conversation's next
-        turn."""
-        if (entry := self._open.pop(name, None)) is not None:
-            conversation, prompt, request = entry
-            sampled = np.array(list(request.output_token_ids), np.int32)
-            self._hashes.keep(conversation, np.concatenate([prompt, sampled]), request.block_hashes)
-
-    def _hash_new_blocks(self, hasher: Callable[[Any], list[bytes]], request: Any) -> list[bytes]:
-        """Hash only the blocks of a request that don't have a hash yet. Replaces vLLM's block
-        hasher."""
-        if self._known:
-            request.block_hashes += self._known
-        return hasher(request)
-
-
-class _PrefixHashes:
-    """Stores the block hashes of the most recent conversations."""
-
-    def __init__(self, block: int) -> None:
-        self._block = block
-        self._entries: OrderedDict[str, tuple[NDArray[np.int32], list[bytes]]] = OrderedDict()
-        self._tokens = 0
-
-    def matching_hashes(self, conversation: str, ids: NDArray[np.int32]) -> list[bytes]:
-        """Return the hashes of a conversation's leading blocks whose token ids match the stored
-        ones."""
-        if (entry := self._entries.get(conversation)) is None:
-            return []
-        before, hashes = entry
-        same = before[: len(ids)] == ids[: len(before)]
-        agree = len(same) if same.all() else int(np.argmin(same))
-        return hashes[: agree // self._block]
-
-    def keep(self, conversation: str, ids: NDArray[np.int32], hashes: list[bytes]) -> None:
-        if (before := self._entries.pop(conversation, None)) is not None:
-            self._tokens -= len(before[0])
-        self._entries[conversation] = ids, hashes
-        self._tokens += len(ids)
-        while self._tokens > _MAX_HASHED_TOKENS and len(self._entries) > 1:
-            self._tokens -= len(self._entries.popitem(last=False)[1][0])

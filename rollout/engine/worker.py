@@ -1,9 +1,9 @@
-"""Runs an engine on a separate thread, inside a Ray actor.
+"""Runs an engine in a Ray actor. This module goes from the driver's side to the engine.
 
-`EngineThread` steps the engine while there is work and runs commands from other threads between
-steps, so groups can join or leave a running batch. `RolloutWorker` is the actor. `detach` and
-`attach` separate recordings from results, so that they stay in Ray's object store on the engine's
-node until a trainer rank packs them.
+`RayEngine` is the driver's handle, and `RolloutWorker` the actor. `detach` and `attach` separate
+recordings from results, so that they stay in Ray's object store on the engine's node until a
+trainer rank packs them. In the actor, `EngineThread` steps the engine while there is work and runs
+commands from other threads between steps, so groups can join or leave a running batch.
 
 Ray imports this module before the actor's environment variables take effect, so it imports neither
 vLLM nor torch.
@@ -16,9 +16,10 @@ import itertools
 import logging
 import os
 import queue
+import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,10 +29,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import ray
+from ray import ObjectRef
+from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from keel.configs.schema import CUT_S, SamplingConfig
 from keel.model import ray_timeouts
 from keel.model.imports import heavy_imports
+from keel.model.ray_timeouts import GONE
 from keel.rl.futures import settle
 from keel.rl.recordings import Recordings, StoredRecordings
 from keel.rl.turns import TurnRequest, TurnResult
@@ -45,6 +49,7 @@ from keel.rollout.spec import (
     LostTurn,
     RecordingError,
     SampleRequest,
+    env_vars,
 )
 
 if TYPE_CHECKING:
@@ -52,7 +57,263 @@ if TYPE_CHECKING:
     from keel.rollout.engine.vllm_engine import Result, VllmEngine
     from keel.weights.channel import Bucket, Mailbox, Rendezvous
 
+_CONCURRENT_CALLS = 10_000  # more than an engine receives, so the actor never queues a call
 _STOP_S = 60.0
+_RAISED = re.compile(r"^\s*(?:\w+\.)*\w*(?:Error|Exception|Interrupt): ", re.MULTILINE)
+_DIED = re.compile(r"\bpid: (\d+)\b.*its worker process has died", re.DOTALL)
+
+
+class RayEngine:
+    """An engine that runs in a Ray actor (`RolloutWorker`). All methods return immediately.
+    Cancelling a future aborts its work.
+
+    If the engine dies, its futures raise `EngineError` and the pool replaces it. The pool can't
+    recover from any other error.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        index: int,
+        *,
+        gpu: bool,
+        options: Callable[[int], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start the engine without waiting for it. `options(index)` returns extra actor
+        options."""
+        actor_options = {
+            # On a CPU, engines share the machine with the trainer; threads bound them.
+            "num_cpus": 1 if gpu else 0,
+            "num_gpus": spec.config.tensor_parallel if gpu else 0,
+            "max_concurrency": _CONCURRENT_CALLS,
+            "runtime_env": {
+                "env_vars": env_vars(spec.config, gpu=gpu, batch_invariant=spec.batch_invariant)
+            },
+            **(options(index) if options else {}),
+        }
+        if gpu and not actor_options["num_gpus"]:
+            spec = replace(spec, spread=True)
+        name = f"rollout engine {index}"
+        self.actor = ray_timeouts.create(RolloutWorker, name, actor_options, spec)
+
+    def _call(self, method: str) -> Future[Any]:
+        return as_future(ray_timeouts.call(getattr(self.actor, method)))
+
+    def ready(self) -> Future[tuple[str, ...]]:
+        """Return a future that resolves to the engine's warnings once it is ready to sample (or
+        asleep, with `rollout.time_share`)."""
+        return self._call("ready")
+
+    def sample(
+        self, request: SampleRequest, *, sampling: SamplingConfig, record: bool
+    ) -> Future[Any]:
+        """Start sampling. The future resolves to a `Group` or a `TurnResult`."""
+        method = self.actor.sample.options(num_returns=1 + count_completions(request))
+        ref, *keys = ray_timeouts.call(method, request, sampling, record)
+        return as_future(ref, lambda result: attach(result, keys))
+
+    def progress(self) -> Future[EngineProgress]:
+        return self._call("progress")
+
+    def sleep(self) -> Future[None]:
+        return self._call("sleep")
+
+    def kill(self) -> None:
+        ray_timeouts.kill(self.actor)
+
+
+def as_future(ref: ObjectRef, convert: Callable[[Any], Any] = lambda result: result) -> Future[Any]:
+    """Convert an actor call to a future. Cancelling the future cancels the call. A lost actor or
+    result and timeouts inside the actor become `EngineError`. The result is passed to `convert`."""
+    future = with_engine_errors(ref.future(), (*GONE, ObjectLostError), convert)
+
+    def cancelled(outer: Future[Any]) -> None:
+        if outer.cancelled():
+            ray.cancel(ref)
+
+    future.add_done_callback(cancelled)
+    return future
+
+
+def with_engine_errors(
+    inner: Future[Any],
+    gone: tuple[type[RayError], ...] = GONE,
+    convert: Callable[[Any], Any] = lambda result: result,
+) -> Future[Any]:
+    """Convert a future's errors to `EngineError` if they were caused by a dead or unresponsive
+    engine."""
+    outer: Future[Any] = Future()
+
+    def done(inner: Future[Any]) -> None:
+        if not outer.set_running_or_notify_cancel():
+            return
+        error = inner.exception()
+        if error is None:
+            outer.set_result(convert(inner.result()))
+            return
+        error = ray_timeouts.cause(error)
+        if isinstance(error, (*gone, TimeoutError)):
+            reason = str(error) if isinstance(error, TimeoutError) else _death_reason(error)
+            engine_error = EngineError(reason)
+            engine_error.__cause__ = error
+            error = engine_error
+        outer.set_exception(error)
+
+    inner.add_done_callback(done)
+    return outer
+
+
+def _death_reason(error: BaseException) -> str:
+    text = (isinstance(error, RayActorError) and ray_timeouts.death_reason(error)) or str(error)
+    if died := _DIED.search(text):  # Ray then adds a page of guesses
+        return f"its process {died[1]} crashed or was killed. Check dmesg for out of memory"
+    raised = [match.start() for match in _RAISED.finditer(text)]
+    return " ".join((text[raised[-1] :] if raised else text).split())
+
+
+class RolloutWorker:
+    """Runs one engine. `RayEngine` makes it an asyncio actor."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        ray_timeouts.exit_with_raylet()
+        # Triton's default. Otherwise torch moves its cache to a folder that vLLM deletes at exit,
+        # and every start compiles again.
+        kernels = Path(os.environ.get("TRITON_HOME", "~"), ".triton", "cache").expanduser()
+        os.environ.setdefault("TRITON_CACHE_DIR", str(kernels))
+        # vLLM is loaded in the actor's process only, under its environment.
+        with heavy_imports():
+            from keel.rollout.engine.vllm_engine import VllmEngine  # noqa: PLC0415
+
+        # Warnings are collected because an actor's log does not reach the terminal.
+        handler, logger = BufferingHandler(1000), logging.getLogger("keel")
+        handler.setLevel(logging.WARNING)
+        logger.addHandler(handler)
+        self._failure: EngineError | None = None
+        try:
+            self._engine = EngineThread(lambda: VllmEngine(spec), spec.config)
+        except Exception as error:
+            if not spec.spread:
+                raise
+            # Raised by `ready`: Ray would not report it before the engine's workers end.
+            error = ray_timeouts.cause(error)
+            self._failure = EngineError(f"{type(error).__name__}: {error}")
+        logger.removeHandler(handler)
+        self._warnings = tuple(dict.fromkeys(record.getMessage() for record in handler.buffer))
+
+    async def ready(self) -> tuple[str, ...]:
+        """Return the warnings logged during engine startup."""
+        if self._failure is not None:
+            raise self._failure
+        return self._warnings
+
+    async def sample(
+        self, request: SampleRequest, sampling: SamplingConfig, record: bool
+    ) -> list[Any]:
+        """Sample a group or a turn. Returns the result and, as separate objects, the recordings of
+        each completion (see `detach`). Cancelling the call aborts sampling."""
+        future = self._engine.sample(request, sampling=sampling, record=record)
+        result = await asyncio.wrap_future(future)
+        if isinstance(result, Group):
+            result = replace(result, node=ray.get_runtime_context().get_node_id())
+        return detach(request, result)
+
+    async def update_from_store(self, version: int, buckets: Sequence[Any]) -> int:
+        """Load new weights, one bucket at a time. `buckets` contains object references."""
+        await asyncio.to_thread(self._engine.begin_update)
+        for bucket in buckets:
+            await asyncio.to_thread(self._engine.load_bucket, await bucket)
+        await asyncio.to_thread(self._engine.finish_update, version)
+        return version
+
+    async def sleep(self) -> None:
+        await asyncio.to_thread(self._engine.sleep)
+
+    async def gpus(self) -> list[str]:
+        return await asyncio.to_thread(self._engine.gpus)
+
+    async def connect(self, rendezvous: Rendezvous, name: str, shares_gpu: bool) -> None:
+        await asyncio.to_thread(self._engine.connect, rendezvous, name, shares_gpu=shares_gpu)
+
+    async def update_from_rank(self) -> None:
+        await asyncio.to_thread(self._engine.update_from_rank)
+
+    async def progress(self) -> EngineProgress:
+        return self._engine.progress()
+
+
+# Recordings, which stay on the engine's node.
+
+
+def count_completions(request: SampleRequest) -> int:
+    return request.size if isinstance(request, GroupRequest) else 1
+
+
+def detach(request: SampleRequest, result: Group | TurnResult) -> list[Any]:
+    """Return the result without its recordings, followed by the `Recordings` of each completion, or
+    None for recordings that are so small that they stay in the result.
+
+    In a group, either every completion has `Segment.stored` or none has it, so that prefixes can be
+    compared. `attach` adds the keys of the recordings.
+    """
+    stored: list[Recordings | None] = [None] * count_completions(request)
+    if isinstance(result, TurnResult):
+        if not isinstance(result.recordings, Recordings):  # no token was sampled
+            return [result, *stored]
+        rows = result.recordings.lengths.get("routes_TLK", 0)
+        description, stored[0] = _split(result.recordings, rows + 1 - len(result.token_ids_R))
+        return [replace(result, recordings=description), *stored]
+    segments = [trajectory.segments[0] for trajectory in result.trajectories]
+    wholes = [
+        Recordings(
+            routes_TLK=None if segment.routes_TLK is None else segment.routes_TLK[:-1],
+            sampling_mask=segment.sampling_mask,
+            selected_TLb=None if segment.selected_TLb is None else segment.selected_TLb[:-1],
+        )
+        for segment in segments
+    ]
+    if all(whole.nbytes < STORED_BYTES for whole in wholes):
+        return [result, *stored]
+    trajectories = list(result.trajectories)
+    for index, (segment, whole) in enumerate(zip(segments, wholes, strict=True)):
+        trajectory = trajectories[index]
+        description, recordings = _split(whole, int(segment.trainable_T.argmax()))
+        stored[trajectory.sibling] = recordings
+        absent = dict.fromkeys(("routes_TLK", "sampling_mask", "selected_TLb"))
+        segment = replace(segment, **absent, stored=description)
+        trajectories[index] = replace(trajectory, segments=(segment,))
+    return [replace(result, trajectories=tuple(trajectories)), *stored]
+
+
+def _split(
+    recordings: Recordings, prefix: int
+) -> tuple[StoredRecordings | None, Recordings | None]:
+    """Describe recordings whose first `prefix` rows precede the first sampled token. Small ones
+    become part of the description."""
+    if not recordings.lengths:
+        return None, None
+    description = StoredRecordings.of(recordings, prefix)
+    if recordings.nbytes < STORED_BYTES:
+        return description, None
+    return replace(description, parts=()), description.parts[0][1]
+
+
+def attach(result: Group | TurnResult, keys: Sequence[Any]) -> Group | TurnResult:
+    """Add the `keys` of the stored recordings, one per completion, to a result from `detach`."""
+
+    def with_key(stored: Any, key: Any) -> Any:
+        return stored if stored is None or stored.parts else replace(stored, parts=((0, key),))
+
+    if isinstance(result, TurnResult):
+        return replace(result, recordings=with_key(result.recordings, keys[0]))
+    trajectories: list[Trajectory] = []
+    for one in result.trajectories:
+        (segment,) = one.segments
+        segment = replace(segment, stored=with_key(segment.stored, keys[one.sibling]))
+        trajectories.append(replace(one, segments=(segment,)))
+    return replace(result, trajectories=tuple(trajectories))
+
+
+# The engine's thread.
 
 _When = Literal["now", "idle", "complete weights"]  # idle: no completion is being sampled
 
@@ -322,145 +583,3 @@ def _fail(futures: Iterable[Future[Any]], error: BaseException) -> None:
     for future in futures:
         if future.set_running_or_notify_cancel():
             future.set_exception(error)
-
-
-class RolloutWorker:
-    """Runs one engine. `keel.rollout.pool.RayEngine` makes it an asyncio actor."""
-
-    def __init__(self, spec: EngineSpec) -> None:
-        ray_timeouts.exit_with_raylet()
-        # Triton's default. Otherwise torch moves its cache to a folder that vLLM deletes at exit,
-        # and every start compiles again.
-        kernels = Path(os.environ.get("TRITON_HOME", "~"), ".triton", "cache").expanduser()
-        os.environ.setdefault("TRITON_CACHE_DIR", str(kernels))
-        # vLLM is loaded in the actor's process only, under its environment.
-        with heavy_imports():
-            from keel.rollout.engine.vllm_engine import VllmEngine  # noqa: PLC0415
-
-        # Warnings are collected because an actor's log does not reach the terminal.
-        handler, logger = BufferingHandler(1000), logging.getLogger("keel")
-        handler.setLevel(logging.WARNING)
-        logger.addHandler(handler)
-        self._failure: EngineError | None = None
-        try:
-            self._engine = EngineThread(lambda: VllmEngine(spec), spec.config)
-        except Exception as error:
-            if not spec.spread:
-                raise
-            # Raised by `ready`: Ray would not report it before the engine's workers end.
-            error = ray_timeouts.cause(error)
-            self._failure = EngineError(f"{type(error).__name__}: {error}")
-        logger.removeHandler(handler)
-        self._warnings = tuple(dict.fromkeys(record.getMessage() for record in handler.buffer))
-
-    async def ready(self) -> tuple[str, ...]:
-        """Return the warnings logged during engine startup."""
-        if self._failure is not None:
-            raise self._failure
-        return self._warnings
-
-    async def sample(
-        self, request: SampleRequest, sampling: SamplingConfig, record: bool
-    ) -> list[Any]:
-        """Sample a group or a turn. Returns the result and, as separate objects, the recordings of
-        each completion (see `detach`). Cancelling the call aborts sampling."""
-        future = self._engine.sample(request, sampling=sampling, record=record)
-        result = await asyncio.wrap_future(future)
-        if isinstance(result, Group):
-            result = replace(result, node=ray.get_runtime_context().get_node_id())
-        return detach(request, result)
-
-    async def update_from_store(self, version: int, buckets: Sequence[Any]) -> int:
-        """Load new weights, one bucket at a time. `buckets` contains object references."""
-        await asyncio.to_thread(self._engine.begin_update)
-        for bucket in buckets:
-            await asyncio.to_thread(self._engine.load_bucket, await bucket)
-        await asyncio.to_thread(self._engine.finish_update, version)
-        return version
-
-    async def sleep(self) -> None:
-        await asyncio.to_thread(self._engine.sleep)
-
-    async def gpus(self) -> list[str]:
-        return await asyncio.to_thread(self._engine.gpus)
-
-    async def connect(self, rendezvous: Rendezvous, name: str, shares_gpu: bool) -> None:
-        await asyncio.to_thread(self._engine.connect, rendezvous, name, shares_gpu=shares_gpu)
-
-    async def update_from_rank(self) -> None:
-        await asyncio.to_thread(self._engine.update_from_rank)
-
-    async def progress(self) -> EngineProgress:
-        return self._engine.progress()
-
-
-# Recordings, which stay on the engine's node.
-
-
-def count_completions(request: SampleRequest) -> int:
-    return request.size if isinstance(request, GroupRequest) else 1
-
-
-def detach(request: SampleRequest, result: Group | TurnResult) -> list[Any]:
-    """Return the result without its recordings, followed by the `Recordings` of each completion, or
-    None for recordings that are so small that they stay in the result.
-
-    In a group, either every completion has `Segment.stored` or none has it, so that prefixes can be
-    compared. `attach` adds the keys of the recordings.
-    """
-    stored: list[Recordings | None] = [None] * count_completions(request)
-    if isinstance(result, TurnResult):
-        if not isinstance(result.recordings, Recordings):  # no token was sampled
-            return [result, *stored]
-        rows = result.recordings.lengths.get("routes_TLK", 0)
-        description, stored[0] = _split(result.recordings, rows + 1 - len(result.token_ids_R))
-        return [replace(result, recordings=description), *stored]
-    segments = [trajectory.segments[0] for trajectory in result.trajectories]
-    wholes = [
-        Recordings(
-            routes_TLK=None if segment.routes_TLK is None else segment.routes_TLK[:-1],
-            sampling_mask=segment.sampling_mask,
-            selected_TLb=None if segment.selected_TLb is None else segment.selected_TLb[:-1],
-        )
-        for segment in segments
-    ]
-    if all(whole.nbytes < STORED_BYTES for whole in wholes):
-        return [result, *stored]
-    trajectories = list(result.trajectories)
-    for index, (segment, whole) in enumerate(zip(segments, wholes, strict=True)):
-        trajectory = trajectories[index]
-        description, recordings = _split(whole, int(segment.trainable_T.argmax()))
-        stored[trajectory.sibling] = recordings
-        absent = dict.fromkeys(("routes_TLK", "sampling_mask", "selected_TLb"))
-        segment = replace(segment, **absent, stored=description)
-        trajectories[index] = replace(trajectory, segments=(segment,))
-    return [replace(result, trajectories=tuple(trajectories)), *stored]
-
-
-def _split(
-    recordings: Recordings, prefix: int
-) -> tuple[StoredRecordings | None, Recordings | None]:
-    """Describe recordings whose first `prefix` rows precede the first sampled token. Small ones
-    become part of the description."""
-    if not recordings.lengths:
-        return None, None
-    description = StoredRecordings.of(recordings, prefix)
-    if recordings.nbytes < STORED_BYTES:
-        return description, None
-    return replace(description, parts=()), description.parts[0][1]
-
-
-def attach(result: Group | TurnResult, keys: Sequence[Any]) -> Group | TurnResult:
-    """Add the `keys` of the stored recordings, one per completion, to a result from `detach`."""
-
-    def with_key(stored: Any, key: Any) -> Any:
-        return stored if stored is None or stored.parts else replace(stored, parts=((0, key),))
-
-    if isinstance(result, TurnResult):
-        return replace(result, recordings=with_key(result.recordings, keys[0]))
-    trajectories: list[Trajectory] = []
-    for one in result.trajectories:
-        (segment,) = one.segments
-        segment = replace(segment, stored=with_key(segment.stored, keys[one.sibling]))
-        trajectories.append(replace(one, segments=(segment,)))
-    return replace(result, trajectories=tuple(trajectories))

@@ -42,7 +42,8 @@ from keel.rl.metrics import Metric, merge
 from keel.rl.packing import PackPlan, TrainBatch
 from keel.rl.sft import SftExample
 from keel.rl.types import ScoredGroup, StepResult, TokenNumbers
-from keel.rollout.pool import RayEngine, RolloutPool
+from keel.rollout.engine.worker import RayEngine
+from keel.rollout.pool import RolloutPool
 from keel.rollout.spec import EngineSpec
 from keel.trainer import build_agents as agents
 from keel.trainer.engine.engine import TrainerEngine

@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from keel.commands.cli import main
-from keel.rollout.pool import RayEngine
+from keel.rollout.engine.worker import RayEngine
 from keel.trainer.learner import Learner
 from keel.trainer.run.journal import EVENTS
 from keel.trainer.work_nodes import WorkNodes

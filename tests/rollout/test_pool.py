@@ -319,7 +319,7 @@ def test_a_suspended_driver_does_not_count() -> None:
 def test_dead_and_late_engines_raise_engine_errors() -> None:
     from ray.exceptions import ActorDiedError, RayTaskError  # noqa: PLC0415
 
-    from keel.rollout.pool import _with_engine_errors, as_future  # noqa: PLC0415
+    from keel.rollout.engine.worker import as_future, with_engine_errors  # noqa: PLC0415
 
     wrong = ValueError("no tensor 'x'")
     for raised, cause, kind in (
@@ -328,5 +328,5 @@ def test_dead_and_late_engines_raise_engine_errors() -> None:
         (RayTaskError("update", "", wrong), wrong, ValueError),
     ):
         reference: Any = SimpleNamespace(future=lambda raised=raised: failed(raised))
-        for future in (as_future(reference), _with_engine_errors(failed(cause))):
+        for future in (as_future(reference), with_engine_errors(failed(cause))):
             assert isinstance(future.exception(timeout=300), kind)

@@ -13,7 +13,6 @@ from ray.cluster_utils import Cluster
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import ScoredGroup
-from keel.rollout import pool as rollout_pool
 from keel.rollout.engine import worker
 from keel.rollout.engine.worker import RolloutWorker
 from keel.rollout.spec import GroupRequest
@@ -69,10 +68,10 @@ def test_lost_recordings_drop_their_groups_alone(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path / "model")
-    monkeypatch.setattr(rollout_pool, "RolloutWorker", Sampler)
+    monkeypatch.setattr(worker, "RolloutWorker", Sampler)
     stored = {"runtime_env": {"env_vars": {"RAY_max_direct_call_object_size": "1"}}, "num_cpus": 0}
     head, other = (
-        rollout_pool.RayEngine(
+        worker.RayEngine(
             SPEC, 0, gpu=False, options=lambda _, node=node: {**stored, "resources": {node: 0.01}}
         )
         for node in ("node:__internal_head__", "b")

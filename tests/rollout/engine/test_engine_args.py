@@ -26,10 +26,10 @@ LAYERS = tuple(
 
 
 def _engine_args(spec: EngineSpec, capability: int, cutlass: bool) -> dict[str, Any]:
-    from keel.rollout.engine import vllm_engine  # noqa: PLC0415  (keeps vLLM out of pytest)
+    from keel.rollout.engine import engine_args  # noqa: PLC0415  (keeps vLLM out of pytest)
     from keel.rollout.recording.native import NativeRecorder  # noqa: PLC0415
 
-    engine: Any = vllm_engine
+    engine: Any = engine_args
     engine.current_platform = SimpleNamespace(
         is_cpu=lambda: False,
         get_device_total_memory=lambda: 2**37,
@@ -38,7 +38,7 @@ def _engine_args(spec: EngineSpec, capability: int, cutlass: bool) -> dict[str, 
     )
     engine.cutlass_block_fp8_supported = lambda: cutlass
     text = AutoConfig.from_pretrained(spec.model_path)
-    args = vllm_engine.engine_args(spec, NativeRecorder(routes=True, sampling_mask=True), text)
+    args = engine_args.engine_args(spec, NativeRecorder(routes=True, sampling_mask=True), text)
     values = {name: getattr(args, name) for name in NAMES}
     return {**values, "quantized": _quantized(args)}
 
