@@ -1,8 +1,5 @@
 """Run the trainer's ranks: `Learner` controls them from the driver, and `TrainerWorker` is the Ray
-actor of one rank, a thin wrapper around `TrainerEngine`.
-
-The functions of `ray_timeouts` are Ray's own with a deadline.
-"""
+actor of one rank, a thin wrapper around `TrainerEngine`."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import logging
 import os
 import socket
 import threading
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -20,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from keel.configs.schema import Config, ConfigError
 from keel.model import ray_timeouts
@@ -34,10 +29,10 @@ from keel.rl.types import ScoredGroup, Segment, StepResult, TokenNumbers
 from keel.trainer.nonfinite import Finding, describe_findings
 from keel.trainer.placement.hardware import RANK_CPUS
 from keel.trainer.placement.watchdog import available_cores
-from keel.trainer.run.checkpoint import SaveError
+from keel.trainer.rank_calls import STEP, CallDeadline, RankCalls, RankLocation
 from keel.trainer.run.folder import MARK
 from keel.trainer.run.manifest import Entry
-from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
+from keel.trainer.run.restarts import OutOfMemory, WorkerLost
 from keel.trainer.run.trajectory_files import watched_segments
 
 if TYPE_CHECKING:
@@ -48,19 +43,9 @@ if TYPE_CHECKING:
     from keel.trainer.placement.elastic import OomRecovery
     from keel.weights.sender import Sender
 
-_STEP = "an optimizer step"
-_GRACE_S = 5.0  # seconds to wait for reports from the other ranks after one rank has failed
-_LOST_S = 90.0
-"""Seconds to wait for the other ranks' reports if a lost rank could have caused the failure. Ray
-takes 65 s to declare an unresponsive node dead."""
+_JOIN_S = 5.0
 _FETCH_S = 240.0  # seconds after which recordings that have not arrived count as lost
-_OWN_FAILURES = ("SaveError", "UpdateOutOfMemory", "OutOfMemoryError")
-"""Errors of a rank that cannot be a consequence of another rank's death."""
-_SLOWDOWN, _MIN_S = 10.0, 300.0
-"""A repeated call is considered lost after this multiple of its expected duration, but never before
-this many seconds."""
 _GONE = "their recordings were lost with the node that sampled them"
-_LOG_LINES = 15
 _PINNED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 """Allocator settings that speed up pinning of host memory: 8.4 instead of 2.1 GiB/s on a machine
 with an H200. A rank with offloading pins tens of GiB in its first step."""
@@ -70,16 +55,7 @@ process."""
 _LOG = logging.getLogger(__name__)
 
 
-class _CallDeadline:
-    """Deadline for one or several calls to the ranks, which starts now, and the knob to name in the
-    error message if it passes."""
-
-    def __init__(self, what: str, seconds: float, knob: str) -> None:
-        self.what, self.seconds, self.knob = what, seconds, knob
-        self.time_left = ray_timeouts.Deadline(seconds)
-
-
-class Learner:
+class Learner(RankCalls):
     """Controls the trainer ranks from the driver."""
 
     def __init__(
@@ -97,15 +73,10 @@ class Learner:
         starts putting the engines to sleep (`rollout.time_share`), and is called before every
         operation that needs the weights on the GPUs. `oom_recovery` lowers the memory that steps
         need; without it, a step that runs out of memory is not repeated."""
-        self._model_path, self._config, self._put_to_sleep = model_path, config, put_to_sleep
-        self._oom_recovery = oom_recovery
-        transfer = config.rollout.weight_transfer
-        self.direct = transfer == "direct" or (transfer == "auto" and gpu)
-        """True if the ranks send weights directly to the engines."""
         seat = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": RANK_CPUS}
         options = seat | {"runtime_env": {"env_vars": variables(config.model.batch_invariant)}}
         trainer = config.trainer
-        self._ranks: list[Any] = [
+        ranks = [
             ray_timeouts.create(
                 TrainerWorker,
                 f"trainer rank {rank}",
@@ -116,17 +87,16 @@ class Learner:
             )
             for rank in range(trainer.ranks)
         ]
+        transfer = config.rollout.weight_transfer
+        direct = transfer == "direct" or (transfer == "auto" and gpu)
+        super().__init__(ranks, config, direct=direct)
+        self._model_path, self._put_to_sleep = model_path, put_to_sleep
+        self._oom_recovery = oom_recovery
         self._prepared = [ray_timeouts.call(rank.prepare) for rank in self._ranks]
         for rank in self._ranks:  # not waited for: the calls of `start` queue behind it
             ray_timeouts.call(rank.load_model, model_path, config)
-        self._order = threading.Lock()
-        """Lock held while calling all ranks, so that every rank receives its calls in the same
-        order."""
         self._senders: list[threading.Thread] = []
-        self._locations: list[_RankLocation] = []
         self._version = 0
-        self._longest_s: dict[str, float] = {}
-        """Duration of the longest call of each kind."""
         self.say: Callable[[str, str], object] = lambda kind, text: _LOG.warning(text)
         """Receives the kind and the text of messages about groups that are left out and steps that
         ran out of memory."""
@@ -141,13 +111,13 @@ class Learner:
         """Wait until every rank has imported and checked its libraries. Doesn't need a GPU."""
         seconds = self._config.run.startup_timeout_s
         what = "loading the trainer's libraries"
-        self._wait(self._prepared, _CallDeadline(what, seconds, "run.startup_timeout_s"))
+        self._wait(self._prepared, CallDeadline(what, seconds, "run.startup_timeout_s"))
 
     def start(self) -> list[str]:
         """Load the model on every rank within `run.startup_timeout_s`. Returns the notes from rank
         0."""
         seconds = self._config.run.startup_timeout_s
-        deadline = _CallDeadline("the trainer's start", seconds, "run.startup_timeout_s")
+        deadline = CallDeadline("the trainer's start", seconds, "run.startup_timeout_s")
         self._locations = self._call_all("location", deadline=deadline)
         mark = self._config.run.folder.absolute() / MARK
         texts = self._call_all("read_text", str(mark), deadline=deadline) if mark.exists() else []
@@ -204,9 +174,9 @@ class Learner:
     ) -> StepResult:
         """Take `updates` optimizer steps on the batches from `_pack`."""
         arguments = [()] * len(self._ranks)
-        reports: list[StepReport] = self._call_timed("step", arguments, _STEP, updates)
+        reports: list[StepReport] = self._call_timed("step", arguments, STEP, updates)
         if reports[0].out_of_memory:
-            raise OutOfMemory(f"{_STEP} did not fit: {reports[0].out_of_memory}", dropped=True)
+            raise OutOfMemory(f"{STEP} did not fit: {reports[0].out_of_memory}", dropped=True)
         self._version = reports[0].version
         self.tokens = merge_tokens([report.tokens for report in reports])
         findings = [finding for report in reports for finding in report.findings]
@@ -325,137 +295,7 @@ class Learner:
         for rank in self._ranks:
             ray_timeouts.kill(rank)
         for sender in self._senders:  # these threads wait on Ray, which ends next
-            sender.join(_GRACE_S)
-
-    def _submit(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
-        """Call a method on every rank, with that rank's arguments, and return the references."""
-        with self._order:
-            return [
-                ray_timeouts.call(getattr(rank, method), *own)
-                for rank, own in zip(self._ranks, arguments, strict=True)
-            ]
-
-    def _call_all(self, method: str, *arguments: object, deadline: _CallDeadline) -> list[Any]:
-        return self._wait(self._submit(method, [arguments] * len(self._ranks)), deadline)
-
-    def _call_replicas(
-        self, method: str, inputs: Sequence[Any], what: str, updates: int = 1
-    ) -> list[Any]:
-        """Call `method` on every rank with the input of its data-parallel replica. See
-        `_call_timed`."""
-        stored = [(ray_timeouts.put(one),) for one in inputs]  # each rank fetches only its own
-        size = self._config.trainer.sequence_parallel
-        arguments = [stored[rank // size] for rank in range(len(self._ranks))]
-        return self._call_timed(method, arguments, what, updates)
-
-    def _call_timed(
-        self, method: str, arguments: Sequence[tuple[object, ...]], what: str, updates: int
-    ) -> list[Any]:
-        """Call `method` on every rank with that rank's arguments. The deadline allows for `updates`
-        optimizer steps and for the duration of earlier calls."""
-        began = time.monotonic()
-        refs = self._submit(method, arguments)
-        answers = self._wait(refs, self._deadline(what, updates, estimated=True))
-        if not getattr(answers[0], "out_of_memory", ""):  # such a step ended early
-            seconds = time.monotonic() - began
-            self._longest_s[what] = max(self._longest_s.get(what, 0.0), seconds)
-        return answers
-
-    def _deadline(self, what: str, updates: int = 1, *, estimated: bool = False) -> _CallDeadline:
-        """Return the deadline of a call: `trainer.timeout_s` per optimizer step, plus the time to
-        send weights, because a rank may still be sending. If `estimated` is set and the longest
-        call so far suggests less, the deadline is shorter."""
-        sending_s = self._config.sending_timeout_s if self.direct else 0.0
-        knob = "trainer.timeout_s"
-        knob += ", and rollout.update_timeout_s of engines" * (sending_s > 0)
-        seconds = updates * self._config.trainer.timeout_s + sending_s
-        if estimated and what in self._longest_s:
-            longest_s = self._longest_s[what]
-            expected = max(_MIN_S, _SLOWDOWN * longest_s) + sending_s
-            if expected < seconds:
-                knob = f"earlier calls took up to {longest_s:.0f} s; at most {knob}"
-                return _CallDeadline(what, expected, knob)
-        return _CallDeadline(what, seconds, knob)
-
-    def _wait(
-        self,
-        refs: Sequence[ray.ObjectRef[Any]],
-        deadline: _CallDeadline,
-        on_result: Callable[[Any], object] = lambda _: None,
-    ) -> list[Any]:
-        """Wait for one call on each rank and return the results in rank order. If a rank fails, its
-        error is raised without waiting long for the other ranks, which are then stuck in a
-        collective."""
-        remaining = deadline.time_left
-        waiting = {ref: rank for rank, ref in enumerate(refs)}
-        results: dict[int, Any] = {}
-        failures: dict[int, RayError] = {}
-        while waiting and not any(map(ray_timeouts.is_loss, failures.values())):
-            before = len(waiting)
-            for ref in ray_timeouts.wait(list(waiting), seconds=remaining)[0]:
-                rank = waiting[ref]
-                try:
-                    results[rank] = ray_timeouts.get(ref, seconds=ray_timeouts.CALL_S)
-                    on_result(results[rank])
-                except RayError as error:
-                    if type(error) is GetTimeoutError:  # of our own call, not raised by the rank
-                        continue
-                    if not failures:
-                        # The death of another rank first shows as an error of collectives
-                        # (RuntimeError) or sockets (OSError).
-                        cause = ray_timeouts.cause(error)
-                        own = _error_name(cause) in _OWN_FAILURES
-                        lost = isinstance(cause, RuntimeError | OSError) and not own
-                        remaining = ray_timeouts.Deadline(_LOST_S if lost else _GRACE_S)
-                    failures[rank] = error
-                del waiting[ref]
-            if len(waiting) == before and not remaining.remaining():
-                break
-        if failures:
-            raise self._combine_failures(failures, deadline.what, stuck=bool(waiting))
-        if waiting:
-            late = ", ".join(str(rank) + self._describe_rank(rank) for rank in waiting.values())
-            raise WorkerLost(
-                f"waited {deadline.seconds:.0f} s for {deadline.what}: no answer from trainer rank "
-                f"{late} ({deadline.knob})"
-            )
-        return [results[rank] for rank in range(len(refs))]
-
-    def _describe_rank(self, rank: int) -> str:
-        if rank >= len(self._locations):  # not known before the start
-            return ""
-        return f" (process {self._locations[rank].pid} on {self._locations[rank].host})"
-
-    def _combine_failures(
-        self, failures: Mapping[int, RayError], what: str, *, stuck: bool
-    ) -> RuntimeError:
-        """Combine failures of several ranks into one error. If a rank died, its death is reported
-        as the cause of the others. Set `stuck` if some ranks haven't answered."""
-        lost = [rank for rank, error in failures.items() if ray_timeouts.is_loss(error)]
-        rank = lost[0] if lost else next(iter(failures))
-        error, cause = failures[rank], ray_timeouts.cause(failures[rank])
-        if isinstance(cause, SaveError):  # the ranks are intact
-            return SaveError(str(cause))
-        text = f"trainer rank {rank} failed during {what}: {cause}"
-        if isinstance(error, RayActorError):
-            why = ray_timeouts.death_reason(error)
-            text = f"trainer rank {rank} died during {what}{why and ': '}{why}"
-            if place := self._describe_rank(rank):
-                text += f"{place}\n{self._locations[rank].last_lines()}"
-        kind: type[RuntimeError] = CollectiveTimeout if stuck else RuntimeError
-        if what == _STEP and _error_name(cause) == "OutOfMemoryError":
-            kind = OutOfMemory
-        elif lost:
-            kind = WorkerLost
-        failure = kind(text)
-        failure.__cause__ = error
-        return failure
-
-
-def _error_name(error: BaseException) -> str:
-    """Return the class name of an error raised by a rank itself, or "" for an error raised by Ray.
-    Ray has its own `OutOfMemoryError`, which means that a node ran out of host memory."""
-    return "" if isinstance(error, RayError) else type(error).__name__
+            sender.join(_JOIN_S)
 
 
 def plan_batches(
@@ -485,21 +325,6 @@ def plan_batches(
         for part in split_updates(groups, algorithm.updates_per_batch)
     ]
     return [list(plans) for plans in zip(*steps, strict=True)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RankLocation:
-    """A rank's host, process and log file, for error messages if the process dies."""
-
-    host: str
-    pid: int
-    log: str
-    """Path of the file with the process's standard error, or an empty string if unknown."""
-
-    def last_lines(self) -> str:
-        log = Path(self.log)
-        lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-        return "\n".join(["last lines of its log:", *lines[-_LOG_LINES:]]) if lines else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -569,10 +394,10 @@ class TrainerWorker:
             with suppress(Exception):  # `start` reads it again and raises
                 self._model = load_policy(model_path, dtype)
 
-    def location(self) -> _RankLocation:
+    def location(self) -> RankLocation:
         stderr = Path("/proc/self/fd/2")
         log = os.readlink(stderr) if stderr.exists() else ""
-        return _RankLocation(host=socket.gethostname(), pid=os.getpid(), log=log)
+        return RankLocation(host=socket.gethostname(), pid=os.getpid(), log=log)
 
     def read_text(self, path: str) -> str:
         try:

@@ -29,12 +29,13 @@ from keel.rl.packing import TrainBatch
 from keel.rl.sft import SftExample, plan_sft, supervised_segment
 from keel.rollout.spec import EngineError
 from keel.trainer import launch as system
-from keel.trainer.learner import _STEP, Learner, StepReport, _CallDeadline, plan_batches
+from keel.trainer.learner import Learner, StepReport, plan_batches
 from keel.trainer.nonfinite import (
     NanTracer,
     SkipCounter,
     describe_findings,
 )
+from keel.trainer.rank_calls import STEP, CallDeadline
 from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
 from tests.rl.packed import pack
 from tests.rl.rollouts import scored, segment, trajectory
@@ -69,7 +70,7 @@ class Ranks:
         return learner
 
     def ask(self, learner: Learner, seconds: float, what: str = "a step") -> list[Any]:
-        return learner._call_all("step", deadline=_CallDeadline(what, seconds, "trainer.timeout_s"))
+        return learner._call_all("step", deadline=CallDeadline(what, seconds, "trainer.timeout_s"))
 
     def _call(self, rank: int, *arguments: Any) -> int:
         self.calls.append((rank, *arguments))
@@ -147,7 +148,7 @@ def test_host_memory_is_not_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         ranks = Ranks(monkeypatch, (1, error), (2, "well"))
         with pytest.raises(kind):
-            ranks.ask(ranks.learner(make_config(2, 1)), 100.0, _STEP)
+            ranks.ask(ranks.learner(make_config(2, 1)), 100.0, STEP)
 
 
 def test_deadline_scales_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +159,7 @@ def test_deadline_scales_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     (plan,) = plan_sft(examples, replicas=1, micro_batch_tokens=5)
     waited, wait = list[float](), learner._wait
 
-    def noted(refs: Sequence[Any], limit: _CallDeadline) -> list[Any]:
+    def noted(refs: Sequence[Any], limit: CallDeadline) -> list[Any]:
         if limit.what == "packing":
             return [set()]
         waited.append(limit.seconds)

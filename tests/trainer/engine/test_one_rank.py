@@ -347,13 +347,11 @@ class Local(Learner):
         self.worker._engine = TrainerEngine(str(model), config)
         self._ranks = [self.worker]
 
-    def _call_replicas(
-        self, method: str, inputs: Sequence[Any], what: str, updates: int = 1
-    ) -> list[Any]:
+    def _call_replicas(self, method: str, inputs: Sequence[Any], what: str) -> list[Any]:
         return [getattr(self.worker, method)(inputs[0])]
 
     def _call_timed(
-        self, method: str, arguments: Sequence[Any], what: str, updates: int
+        self, method: str, arguments: Sequence[Any], what: str, updates: int = 1
     ) -> list[Any]:
         return [getattr(self.worker, method)(*arguments[0])]
 
