@@ -51,7 +51,7 @@ _PASSED = "passed"
 """Subfolder of the run folder for recipes and prompts passed from Python."""
 _PROMPTS, _SOURCES = "keel.train(prompts=…)", "data.sources"
 _SOURCE = {"name": "prompts", "source": "jsonl"}
-_AGAIN = "make the same call of keel.train again"
+_RESUME_COMMAND = "make the same call of keel.train again"
 _RESUME = "progress is saved; the same call resumes"
 
 
@@ -145,7 +145,7 @@ def train(
             ]
         run = RunFolder(load_config(path, overrides))
         try:
-            main.train(str(path), overrides, after_step=called.call, again=_AGAIN)
+            main.train(str(path), overrides, after_step=called.call, resume_command=_RESUME_COMMAND)
         except ConfigError as error:
             if file is None:
                 raise

@@ -50,10 +50,10 @@ def train(
     overrides: Sequence[str],
     *,
     after_step: _AfterStep = lambda step, numbers: False,
-    again: str = "",
+    resume_command: str = "",
 ) -> None:
-    """Run the training that the recipe describes, or resume it. `again` is the hint printed for
-    resuming, if rerunning the command isn't enough."""
+    """Run the training that the recipe describes, or resume it. Messages say to resume it with
+    `resume_command`, or with the same command by default."""
     with waiting("checking the recipe and its prompts"):
         task = prepare(recipe, overrides)
     run_with_restarts(
@@ -61,7 +61,7 @@ def train(
         task,
         lambda folder, layouts: launch(task, print, folder.rewards, layouts=layouts),
         partial(run_loop, after_step=after_step),
-        resume_command=again,
+        resume_command=resume_command,
     )
 
 

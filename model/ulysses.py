@@ -32,22 +32,22 @@ T = TypeVar("T", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """This rank's shard of each packed row: a range of consecutive *input* tokens."""
+class Shard:
+    """A rank's part of each packed row: a range of consecutive *input* tokens."""
 
     rank: int = 0
     size: int = 1
     group: ProcessGroup | None = None
 
     @staticmethod
-    def join(size: int) -> Slice:
+    def join(size: int) -> Shard:
         """Form groups of `size` consecutive ranks that share a row. This is a collective, so all
         ranks must call it."""
         if size == 1:
             return WHOLE
         group, _ = dist.new_subgroups(size)
         assert isinstance(group, ProcessGroup)
-        return Slice(dist.get_rank(group), size, group)
+        return Shard(dist.get_rank(group), size, group)
 
     def bounds(self, tokens: int) -> tuple[int, int]:
         """Return this shard's bounds. All shards have the same length, so the last ones may extend
@@ -77,8 +77,8 @@ class Slice:
         return whole
 
 
-WHOLE = Slice()
-"""Slice of a rank that does not share its rows."""
+WHOLE = Shard()
+"""The shard of a rank that has whole rows."""
 
 
 def heads_for_tokens(

@@ -208,15 +208,15 @@ class TrainBatch:
         )
 
 
-def split_updates(groups: Sequence[ScoredGroup], updates: int) -> list[list[ScoredGroup]]:
-    """Split groups evenly between `updates` optimizer steps. Groups with a gradient (not
+def split_optimizer_steps(groups: Sequence[ScoredGroup], count: int) -> list[list[ScoredGroup]]:
+    """Split groups evenly between `count` optimizer steps. Groups with a gradient (not
     `ScoredGroup.idle`) are also split evenly. If fewer groups have a gradient than there are steps,
     fewer steps are returned, because momentum would move the weights even without a gradient.
     Groups without completions are omitted."""
     sampled = [group for group in groups if group.group.trajectories]
     with_signal = [group for group in sampled if not group.idle]
-    updates = min(updates, max(len(with_signal), bool(sampled)))
-    edges = [len(with_signal) * step // max(1, updates) for step in range(updates + 1)]
+    count = min(count, max(len(with_signal), bool(sampled)))
+    edges = [len(with_signal) * step // max(1, count) for step in range(count + 1)]
     steps = [with_signal[a:b] for a, b in pairwise(edges)]
     for group in sampled:
         if group.idle:
@@ -362,13 +362,13 @@ class PackPlan:
     loss: Loss = "grpo"
 
     @property
-    def keys(self) -> set[Any]:
-        """Keys of the stored recordings that `pack` needs."""
+    def recording_refs(self) -> set[Any]:
+        """References to the stored recordings that `pack` needs."""
         parts = chain(*self.micro_batches, *self.mask_pass)
-        return {key for segment in _segments(parts) for key in segment.keys}
+        return {ref for segment in _segments(parts) for ref in segment.recording_refs}
 
     def pack(self, recordings: Mapping[Any, Recordings] = MappingProxyType({})) -> TrainBatch:
-        """Build the micro-batches. `recordings` maps `keys` to the stored recordings."""
+        """Build the micro-batches. `recordings` maps `recording_refs` to the stored recordings."""
         trained, forward = (
             tuple(self._join(plan, recordings) for plan in plans)
             for plans in (self.micro_batches, self.mask_pass)

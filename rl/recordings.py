@@ -120,8 +120,8 @@ class StoredRecordings:
     until a rank packs them."""
 
     parts: tuple[tuple[int, Any], ...]
-    """The `Recordings` in the order of the turns, as keys (object references of Ray) or, if they
-    are small, themselves. Each comes with the position of the first token that its sampling masks
+    """The `Recordings` in the order of the turns, as object references of Ray or, if they are
+    small, themselves. Each comes with the position of the first token that its sampling masks
     describe."""
     lengths: Mapping[str, int] = field(default_factory=dict[str, int])
     """`Recordings.lengths` of a turn or completion, or empty for the joined turns of a segment."""
@@ -159,7 +159,7 @@ class StoredRecordings:
         for start, part in masked:
             sizes[start : start + len(part)] = part
         return StoredRecordings(
-            parts=tuple((start, key) for start, one in turns for _, key in one.parts),
+            parts=tuple((start, part) for start, one in turns for _, part in one.parts),
             routes=turns[0][1].routes,
             selected=next((one.selected for _, one in reversed(turns) if one.selected), None),
             mask_sizes_T=sizes if masked else None,

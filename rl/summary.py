@@ -111,15 +111,15 @@ def summarize(
     return metrics
 
 
-def of_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge the metrics of all optimizer steps that use the same batch. `updates` must be in step
+def merge_optimizer_steps(steps: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Merge the metrics of all optimizer steps that use the same batch. `steps` must be in step
     order. `mismatch/*` comes from the first step only, because later steps no longer use the
     weights that the batch was sampled from. `loss` is averaged over the steps."""
     parts: list[dict[str, Metric]] = []
-    for index, metrics in enumerate(updates):
+    for index, metrics in enumerate(steps):
         part = {k: v for k, v in metrics.items() if index == 0 or not k.startswith("mismatch/")}
         if "loss" in part:
-            part["loss"] = Sum(part["loss"].value / len(updates))
+            part["loss"] = Sum(part["loss"].value / len(steps))
         parts.append(part)
     return merge(parts)
 

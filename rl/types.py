@@ -10,7 +10,7 @@ Alignment: entry t of `token_ids_T`, `trainable_T`, `logp_old_T`, `version_T` an
 describes token t (target-aligned). Row t of `routes_TLK` has the experts that processed token t as
 *input* (input-aligned), so the last token of a segment has no route.
 `keel.trainer.engine.policy` converts between the two: `HeadInputs` for log-probabilities, and
-`seen_tokens` for routes.
+`token_numbers` for routes.
 """
 
 from __future__ import annotations
@@ -163,17 +163,17 @@ class Segment:
         return None if self.sampling_mask is None else self.sampling_mask.sizes()
 
     @property
-    def keys(self) -> list[Any]:
-        """Keys of the segment's stored recordings."""
+    def recording_refs(self) -> list[Any]:
+        """References to the segment's stored recordings."""
         parts = () if self.stored is None else self.stored.parts
-        return [key for _, key in parts if not isinstance(key, Recordings)]
+        return [part for _, part in parts if not isinstance(part, Recordings)]
 
     def loaded(self, recordings: Mapping[Any, Recordings]) -> Segment:
-        """Return the segment with its stored recordings, looked up by key. Raises LookupError if
-        one is missing."""
+        """Return the segment with its stored recordings, looked up by reference. Raises LookupError
+        if one is missing."""
         if self.stored is None:
             return self
-        if not set(self.keys) <= recordings.keys():
+        if not set(self.recording_refs) <= recordings.keys():
             raise LookupError(f"segment of {self.prompt_id}: its recordings are lost")
         turns = [
             (start, part if isinstance(part, Recordings) else recordings[part])
@@ -328,10 +328,10 @@ class ScoredGroup:
                 raise ValueError(f"{owner}: {name} must be finite, is {numbers}")
 
     @property
-    def keys(self) -> set[Any]:
-        """Keys of the stored recordings of all trajectories in the group."""
+    def recording_refs(self) -> set[Any]:
+        """References to the stored recordings of all trajectories in the group."""
         segments = (s for one in self.group.trajectories for s in one.segments)
-        return {key for segment in segments for key in segment.keys}
+        return {ref for segment in segments for ref in segment.recording_refs}
 
     @property
     def uniform(self) -> bool:

@@ -23,7 +23,7 @@ from keel.model.batch_invariant import variables
 from keel.model.imports import heavy_imports
 from keel.rl.futures import done, never_abort
 from keel.rl.metrics import Metric, Sum, merge
-from keel.rl.packing import PackPlan, TrainBatch, plan_packing, split_updates
+from keel.rl.packing import PackPlan, TrainBatch, plan_packing, split_optimizer_steps
 from keel.rl.sft import SftExample
 from keel.rl.types import ScoredGroup, Segment, StepResult, TokenNumbers
 from keel.trainer.nonfinite import Finding, describe_findings
@@ -142,7 +142,7 @@ class Learner(RankCalls):
         watched, kept = watched_segments(groups, self._config.run), groups
         plans = plan_batches(groups, self._config, watched)
         while lost := self._pack(plans):
-            kept = [group for group in kept if lost.isdisjoint(group.keys)]
+            kept = [group for group in kept if lost.isdisjoint(group.recording_refs)]
             text = f"{len(groups) - len(kept)} of {len(groups)} groups are left out: {_GONE}"
             self.say("lost", text)
             if not any(group.group.trajectories for group in kept):
@@ -166,15 +166,13 @@ class Learner(RankCalls):
         return self._step_packed(len(plans[0]), examples)
 
     def _pack(self, plans: Sequence[Sequence[PackPlan]]) -> set[Any]:
-        """Pack the next step's batches on the ranks. Returns the keys of lost recordings."""
+        """Pack the next step's batches on the ranks. Returns references to lost recordings."""
         return set[Any]().union(*self._call_replicas("pack", plans, "packing"))
 
-    def _step_packed(
-        self, updates: int, examples: Sequence[ScoredGroup | SftExample]
-    ) -> StepResult:
-        """Take `updates` optimizer steps on the batches from `_pack`."""
+    def _step_packed(self, steps: int, examples: Sequence[ScoredGroup | SftExample]) -> StepResult:
+        """Take `steps` optimizer steps on the batches from `_pack`."""
         arguments = [()] * len(self._ranks)
-        reports: list[StepReport] = self._call_timed("step", arguments, STEP, updates)
+        reports: list[StepReport] = self._call_timed("step", arguments, STEP, steps)
         if reports[0].out_of_memory:
             raise OutOfMemory(f"{STEP} did not fit: {reports[0].out_of_memory}", dropped=True)
         self._version = reports[0].version
@@ -322,7 +320,7 @@ def plan_batches(
             watched=watched,
             references=references,
         )
-        for part in split_updates(groups, algorithm.updates_per_batch)
+        for part in split_optimizer_steps(groups, algorithm.updates_per_batch)
     ]
     return [list(plans) for plans in zip(*steps, strict=True)]
 
@@ -458,11 +456,11 @@ class TrainerWorker:
         return self._engine.notes
 
     def pack(self, plans: Sequence[PackPlan]) -> set[Any]:
-        """Fetch the recordings that `plans` need, and pack the batches for `step`. Returns the keys
-        of lost recordings. If any are lost, nothing is packed."""
-        keys = set[Any]().union(*(plan.keys for plan in plans))
-        found = ray_timeouts.fetch([*keys], seconds=_FETCH_S) if keys else {}
-        lost = keys - found.keys()
+        """Fetch the recordings that `plans` need, and pack the batches for `step`. Returns the
+        references to lost recordings. If any are lost, nothing is packed."""
+        refs = set[Any]().union(*(plan.recording_refs for plan in plans))
+        found = ray_timeouts.fetch([*refs], seconds=_FETCH_S) if refs else {}
+        lost = refs - found.keys()
         self._packed = [] if lost else [plan.pack(found) for plan in plans]
         return lost
 

@@ -91,26 +91,26 @@ class RankCalls:
         return self._call_timed(method, arguments, what)
 
     def _call_timed(
-        self, method: str, arguments: Sequence[tuple[object, ...]], what: str, updates: int = 1
+        self, method: str, arguments: Sequence[tuple[object, ...]], what: str, steps: int = 1
     ) -> list[Any]:
-        """Call `method` on every rank with that rank's arguments. The deadline allows for `updates`
+        """Call `method` on every rank with that rank's arguments. The deadline allows for `steps`
         optimizer steps and for the duration of earlier calls."""
         began = time.monotonic()
         refs = self._submit(method, arguments)
-        answers = self._wait(refs, self._deadline(what, updates, estimated=True))
+        answers = self._wait(refs, self._deadline(what, steps, estimated=True))
         if not getattr(answers[0], "out_of_memory", ""):  # such a step ended early
             seconds = time.monotonic() - began
             self._longest_s[what] = max(self._longest_s.get(what, 0.0), seconds)
         return answers
 
-    def _deadline(self, what: str, updates: int = 1, *, estimated: bool = False) -> CallDeadline:
+    def _deadline(self, what: str, steps: int = 1, *, estimated: bool = False) -> CallDeadline:
         """Return the deadline of a call: `trainer.timeout_s` per optimizer step, plus the time to
         send weights, because a rank may still be sending. If `estimated` is set and the longest
         call so far suggests less, the deadline is shorter."""
         sending_s = self._config.sending_timeout_s if self.direct else 0.0
         knob = "trainer.timeout_s"
         knob += ", and rollout.update_timeout_s of engines" * (sending_s > 0)
-        seconds = updates * self._config.trainer.timeout_s + sending_s
+        seconds = steps * self._config.trainer.timeout_s + sending_s
         if estimated and what in self._longest_s:
             longest_s = self._longest_s[what]
             expected = max(_MIN_S, _SLOWDOWN * longest_s) + sending_s

@@ -109,8 +109,8 @@ class RayEngine:
     ) -> Future[Any]:
         """Start sampling. The future resolves to a `Group` or a `TurnResult`."""
         method = self.actor.sample.options(num_returns=1 + count_completions(request))
-        ref, *keys = ray_timeouts.call(method, request, sampling, record)
-        return as_future(ref, lambda result: attach(result, keys))
+        ref, *recordings = ray_timeouts.call(method, request, sampling, record)
+        return as_future(ref, lambda result: attach(result, recordings))
 
     def progress(self) -> Future[EngineProgress]:
         return self._call("progress")
@@ -253,7 +253,7 @@ def detach(request: SampleRequest, result: Group | TurnResult) -> list[Any]:
     None for recordings that are so small that they stay in the result.
 
     In a group, either every completion has `Segment.stored` or none has it, so that prefixes can be
-    compared. `attach` adds the keys of the recordings.
+    compared. `attach` adds the references to the recordings.
     """
     stored: list[Recordings | None] = [None] * count_completions(request)
     if isinstance(result, TurnResult):
@@ -297,18 +297,18 @@ def _split(
     return replace(description, parts=()), description.parts[0][1]
 
 
-def attach(result: Group | TurnResult, keys: Sequence[Any]) -> Group | TurnResult:
-    """Add the `keys` of the stored recordings, one per completion, to a result from `detach`."""
+def attach(result: Group | TurnResult, refs: Sequence[Any]) -> Group | TurnResult:
+    """Add the `refs` to the stored recordings, one per completion, to a result from `detach`."""
 
-    def with_key(stored: Any, key: Any) -> Any:
-        return stored if stored is None or stored.parts else replace(stored, parts=((0, key),))
+    def with_ref(stored: Any, ref: Any) -> Any:
+        return stored if stored is None or stored.parts else replace(stored, parts=((0, ref),))
 
     if isinstance(result, TurnResult):
-        return replace(result, recordings=with_key(result.recordings, keys[0]))
+        return replace(result, recordings=with_ref(result.recordings, refs[0]))
     trajectories: list[Trajectory] = []
     for one in result.trajectories:
         (segment,) = one.segments
-        segment = replace(segment, stored=with_key(segment.stored, keys[one.sibling]))
+        segment = replace(segment, stored=with_ref(segment.stored, refs[one.sibling]))
         trajectories.append(replace(one, segments=(segment,)))
     return replace(result, trajectories=tuple(trajectories))
 

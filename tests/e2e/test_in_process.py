@@ -87,7 +87,7 @@ class LocalLearner:
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
         watched = watched_segments(groups, self._config.run)
         (plans,) = plan_batches(groups, self._config, watched)
-        keys = {key for plan in plans for key in plan.keys}
+        keys = {key for plan in plans for key in plan.recording_refs}
         found = ray_timeouts.fetch([*keys], seconds=PATIENCE_S)
         return self._step([plan.pack(found) for plan in plans], groups)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from keel.model.ulysses import Slice
+from keel.model.ulysses import Shard
 from keel.rl.recordings import NO_ROUTE
 from keel.trainer.engine.policy import HeadInputs
 from tests.rl.packed import pack
@@ -14,7 +14,7 @@ from tests.rl.rollouts import random_groups
 @pytest.mark.parametrize(("tokens", "size"), [(12, 4), (13, 4), (9, 4), (1, 4), (7, 1)])
 def test_slices_are_equal_and_ordered(tokens: int, size: int) -> None:
     routes = np.arange(tokens * 6, dtype=np.int16).reshape(tokens, 3, 2)
-    slices = [Slice(rank, size) for rank in range(size)]
+    slices = [Shard(rank, size) for rank in range(size)]
     parts = [part.cut(routes, NO_ROUTE) for part in slices]
     assert len({len(part) for part in parts}) == 1
     whole = np.concatenate(parts)
@@ -31,7 +31,7 @@ def test_targets_follow_their_hidden_states(size: int) -> None:
         tokens = len(row.token_ids_N)
         parts = []
         for rank in range(size):
-            part = Slice(rank, size)
+            part = Shard(rank, size)
             start, stop = part.bounds(tokens)
             here = HeadInputs.of(row, start, stop)
             inputs = torch.from_numpy(part.cut(row.token_ids_N, -1))

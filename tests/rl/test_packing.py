@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.rl import prefix_sharing
-from keel.rl.packing import MicroBatch, TrainBatch, split_updates
+from keel.rl.packing import MicroBatch, TrainBatch, split_optimizer_steps
 from keel.rl.recordings import NO_ROUTE
 from keel.rl.types import ScoredGroup, Segment
 from tests.rl.packed import fresh_table, gradient, micro_batches, oracle, pack
@@ -70,7 +70,7 @@ def with_losses(groups: Sequence[ScoredGroup], random: Random) -> list[ScoredGro
 @given(SEEDS, st.integers(1, 4), st.integers(1, 60), st.integers(1, 3), st.booleans())
 def test_groups_have_equal_weight(seed, replicas, capacity, updates, skip) -> None:
     groups = with_losses(random_groups(seed), Random(seed))
-    for part in split_updates(groups, updates):
+    for part in split_optimizer_steps(groups, updates):
         table = fresh_table()
         expected = oracle(part, table).loss
         expected.backward()
@@ -167,20 +167,20 @@ def test_idle_groups_are_spread_over_updates(count: int) -> None:
     taught = [finished(f"g{index}") for index in range(count)]
     assert same.idle and not any(group.idle for group in taught)
     for idle, updates in product(range(14), range(1, 9)):
-        parts = split_updates([same] * idle + taught, updates)
+        parts = split_optimizer_steps([same] * idle + taught, updates)
         assert len(parts) == min(updates, count)
         sizes = [len(part) for part in parts]
         assert sum(sizes) == count + idle and max(sizes) - min(sizes) <= 1
         with_signal = [sum(not group.idle for group in part) for part in parts]
         assert min(with_signal) >= 1 and max(with_signal) - min(with_signal) <= 1
-    assert split_updates([same] * 2, 3) == [[same] * 2]
+    assert split_optimizer_steps([same] * 2, 3) == [[same] * 2]
 
 
 def test_empty_groups_make_no_updates() -> None:
     first, second = random_groups(0, groups=2)
     lost = scored([], [], dropped=("late",))
-    assert split_updates([lost, first, lost, second], 3) == [[first], [second]]
-    assert split_updates([lost], 2) == []
+    assert split_optimizer_steps([lost, first, lost, second], 3) == [[first], [second]]
+    assert split_optimizer_steps([lost], 2) == []
 
 
 def balance(tokens: list[int], *, replicas: int, capacity: int) -> list[list[list[int]]]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from keel.rl.metrics import Max, Mean, Sum, mean_of, merge, values
-from keel.rl.summary import evaluation, of_updates, pass_at_k, summarize
+from keel.rl.summary import evaluation, merge_optimizer_steps, pass_at_k, summarize
 from keel.rl.types import CUT_OFF, Group, ScoredGroup, Usage
 from tests.rl.rollouts import prompt, scored, segment, trajectory
 
@@ -122,10 +122,10 @@ def test_updates_merge_over_ranks() -> None:
     ]
     # The second step of the other rank has only padding.
     other = [{"loss": Sum(1.5), "mismatch/ratio_max": Max(1.5)}, {}]
-    actual = values(merge([of_updates(one), of_updates(other)]))
+    actual = values(merge([merge_optimizer_steps(one), merge_optimizer_steps(other)]))
     loss = (0.5 + 1.5 + 0.25) / 2
     assert actual == {"loss": loss, "mismatch/ratio_max": 1.5, "clip/fraction": 0.05}
-    assert of_updates(one[:1]) == one[0]
+    assert merge_optimizer_steps(one[:1]) == one[0]
 
 
 def test_merge_equals_direct_computation() -> None:

@@ -32,12 +32,12 @@ from keel.model.lora import add_adapters, save_adapter
 from keel.model.routing import Replay, router_modules
 from keel.model.torch_internals import limit_all_groups, to_device
 from keel.model.trainable import decoder_layers
-from keel.model.ulysses import Slice
+from keel.model.ulysses import Shard
 from keel.rl.losses import LossOutput, grpo_loss, nll_loss
 from keel.rl.metrics import Max, Mean, Metric, Sum, merge
 from keel.rl.offpolicy import GapTotals, kept_mass_metrics, kept_mass_penalty
 from keel.rl.packing import MicroBatch, TrainBatch
-from keel.rl.summary import of_updates
+from keel.rl.summary import merge_optimizer_steps
 from keel.rl.types import TokenNumbers
 from keel.trainer.engine import zero
 from keel.trainer.engine.checkpoint import Checkpoints
@@ -58,7 +58,7 @@ from keel.trainer.engine.policy import (
     PolicyNetwork,
     PolicyOutput,
     References,
-    seen_tokens,
+    token_numbers,
 )
 from keel.trainer.engine.weights import (
     Load,
@@ -109,7 +109,7 @@ class TrainerEngine:
         self._skips = SkipCounter(max(most, zero.SCALE_POWER) if self._scales_loss else most)
         self.findings: list[Finding] = []
         """The tokens on this rank that made the gradient of the last `step` non-finite."""
-        self._shard = Slice.join(trainer.sequence_parallel)
+        self._shard = Shard.join(trainer.sequence_parallel)
 
         load = partial(load_policy, model_path, dtype)
         model, outline = read_once(load, dtype, readers=trainer.reading_ranks, loaded=loaded)
@@ -198,12 +198,12 @@ class TrainerEngine:
         lr = zero.learning_rate(self.steps + 1, config.trainer, total_steps=config.run.steps)
         for group in self._adam.param_groups:
             group["lr"] = lr * self._config.trainer.indexer_scale if group["indexers"] else lr
-        updates = [self._update(batch) for batch in batches if not self.gave_up]
-        metrics = of_updates(updates)
+        steps = [self._optimizer_step(batch) for batch in batches if not self.gave_up]
+        metrics = merge_optimizer_steps(steps)
         self.steps += 1
         return {**metrics, "lr": Mean(lr, 1)} if self._rank == 0 else metrics
 
-    def _update(self, batch: TrainBatch) -> dict[str, Metric]:
+    def _optimizer_step(self, batch: TrainBatch) -> dict[str, Metric]:
         """Take one optimizer step: sum the gradients of all micro-batches, then update the
         weights."""
         algorithm = self._config.algorithm
@@ -227,7 +227,7 @@ class TrainerEngine:
         parts: list[dict[str, Metric]] = []
         for result in filter(None, results):
             parts.append(result.metrics())
-            self.tokens |= result.seen_tokens()
+            self.tokens |= result.token_numbers()
         if algorithm.mask_delta is not None:
             parts.append(gaps.end_step())
         skipped = self._skips.count(norm + indexer_norm, self.version)
@@ -358,10 +358,10 @@ class TrainerEngine:
             gaps.begin_step()
         return gaps
 
-    def _forward_only(self, batch: MicroBatch) -> tuple[Inputs, Tensor, Tensor]:
+    def _forward_only(self, micro_batch: MicroBatch) -> tuple[Inputs, Tensor, Tensor]:
         """Run a forward pass without gradients. Returns the inputs, the log-probabilities [R], and
         `PolicyOutput.topk_attention`."""
-        inputs = Inputs.of(batch, self.device, self._shard)
+        inputs = Inputs.of(micro_batch, self.device, self._shard)
         with torch.no_grad(), self._network.keep_routing(inputs, enabled=self._replays):
             output: PolicyOutput = self._engine(inputs=inputs)
         return inputs, inputs.gather(output.logp, None)[0], output.topk_attention
@@ -549,7 +549,7 @@ class _MicroBatchResults:
     """Number of this rank's tokens without padding."""
     unrouted_tokens: int
     micro_batch: MicroBatch
-    shard: Slice
+    shard: Shard
     logp_R: Tensor | None
     """Log-probabilities of the row, if one of its segments will be saved."""
     replay: Replay | None
@@ -572,10 +572,10 @@ class _MicroBatchResults:
             values |= self.replay.metrics(unrouted=self.unrouted_tokens)
         return values
 
-    def seen_tokens(self) -> dict[int, TokenNumbers]:
+    def token_numbers(self) -> dict[int, TokenNumbers]:
         if self.logp_R is None:
             return {}
-        return seen_tokens(self.micro_batch, self.shard, self.logp_R, self.replay)
+        return token_numbers(self.micro_batch, self.shard, self.logp_R, self.replay)
 
 
 def _indexer_metrics(topk_attention: Tensor) -> dict[str, Metric]:

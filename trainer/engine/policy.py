@@ -2,7 +2,7 @@
 
 A packed row stores everything about token t (its probability, sampling mask and advantage) at
 position t, but the network predicts token t at position t−1. `HeadInputs.of`, `Inputs.of` and
-`seen_tokens` account for this shift.
+`token_numbers` account for this shift.
 
 Shapes: under sequence parallelism, several ranks share a row. N counts the tokens of this rank's
 shard of the row, R the sampled tokens of the whole row, r those of the R that this rank predicts,
@@ -38,7 +38,7 @@ from keel.model.sparse.attention import (
 )
 from keel.model.torch_internals import to_device
 from keel.model.transformers_internals import disable_dropout, fix_long_rope
-from keel.model.ulysses import WHOLE, Slice
+from keel.model.ulysses import WHOLE, Shard
 from keel.rl.packing import Loss, MicroBatch
 from keel.rl.recordings import NO_ROUTE, SamplingMasks
 from keel.rl.types import TokenNumbers
@@ -174,7 +174,7 @@ class Inputs:
     """[1, N]"""
     segments: Segments
     loss: Loss
-    shard: Slice
+    shard: Shard
     """This rank's shard of the row. The other ranks of `shard.group` have the rest."""
     own_R: slice
     """The r of the R sampled tokens that this rank predicts. The other ranks of the group predict
@@ -198,7 +198,7 @@ class Inputs:
     selected_NLb: NDArray[np.uint8] | None
     position_N: NDArray[np.int32]
     watched: bool = False
-    """True if a segment will be saved to disk, so that `seen_tokens` is needed."""
+    """True if a segment will be saved to disk, so that `token_numbers` is needed."""
     truncated: bool = False
     """True if the step has sampling masks. Has the same value on all ranks."""
 
@@ -210,7 +210,7 @@ class Inputs:
 
     @staticmethod
     def of(
-        batch: MicroBatch, device: torch.device, shard: Slice = WHOLE, *, probes: int = 1
+        batch: MicroBatch, device: torch.device, shard: Shard = WHOLE, *, probes: int = 1
     ) -> Inputs:
         """Copy this rank's shard of `batch` to `device`. See `HeadInputs.of` for `probes`."""
 
@@ -468,8 +468,8 @@ class References:
         return logp_r
 
 
-def seen_tokens(
-    batch: MicroBatch, shard: Slice, logp: Tensor, replay: Replay | None
+def token_numbers(
+    batch: MicroBatch, shard: Shard, logp: Tensor, replay: Replay | None
 ) -> dict[int, TokenNumbers]:
     """Return per-token values for the segments to be saved (`batch.watched`), keyed by segment
     number. The values are the log-probabilities and the overlap between the trainer's routing and

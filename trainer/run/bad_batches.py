@@ -78,7 +78,8 @@ def _encode(value: Any, file: zipfile.ZipFile) -> Any:
         return name
     if dataclasses.is_dataclass(value):
         if isinstance(value, Segment) and value.stored:
-            value = value.loaded(ray_timeouts.fetch(value.keys, seconds=ray_timeouts.CALL_S))
+            refs = value.recording_refs
+            value = value.loaded(ray_timeouts.fetch(refs, seconds=ray_timeouts.CALL_S))
         names = [field.name for field in dataclasses.fields(value)]
         return {name: _encode(getattr(value, name), file) for name in names}
     if isinstance(value, Mapping):

@@ -351,7 +351,7 @@ class Local(Learner):
         return [getattr(self.worker, method)(inputs[0])]
 
     def _call_timed(
-        self, method: str, arguments: Sequence[Any], what: str, updates: int = 1
+        self, method: str, arguments: Sequence[Any], what: str, steps: int = 1
     ) -> list[Any]:
         return [getattr(self.worker, method)(*arguments[0])]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from keel.configs.schema import Config, SamplingConfig
 from keel.model.load import checkpoint_tensors, load_policy
 from keel.model.logprobs import SupportHead
-from keel.model.ulysses import Slice
+from keel.model.ulysses import Shard
 from keel.rl.offpolicy import kept_mass_penalty, kept_mass_shortfall
 from keel.rl.packing import MicroBatch, TrainBatch
 from keel.rl.types import Segment, TokenNumbers
@@ -26,7 +26,7 @@ from keel.trainer.engine.policy import (
     Inputs,
     PolicyNetwork,
     References,
-    seen_tokens,
+    token_numbers,
 )
 from keel.trainer.learner import merge_tokens
 from tests.model.families import VOCAB
@@ -181,13 +181,13 @@ def overlap_of(token: int) -> float:
     return (token % 5) / 4
 
 
-def seen_by(batch: MicroBatch, part: Slice) -> dict[int, TokenNumbers]:
+def seen_by(batch: MicroBatch, part: Shard) -> dict[int, TokenNumbers]:
     """Numbers seen by a rank whose network derives them from token ids."""
     sampled = batch.token_ids_N[batch.trainable_N]
     logp = torch.tensor([logp_of(int(token)) for token in sampled])
     overlap = torch.tensor([overlap_of(int(token)) for token in part.cut(batch.token_ids_N, 0)])
     replay: Any = SimpleNamespace(overlap_N=lambda: overlap)
-    return seen_tokens(batch, part, logp, replay)
+    return token_numbers(batch, part, logp, replay)
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
@@ -212,7 +212,7 @@ def test_watched_segments_have_their_own_numbers(size: int, share_prompts: bool)
         )
         results = merge_tokens(
             [
-                seen_by(micro_batch, Slice(rank, size))
+                seen_by(micro_batch, Shard(rank, size))
                 for batch in batches
                 for micro_batch in batch.micro_batches
                 for rank in range(size)

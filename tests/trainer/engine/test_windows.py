@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from keel.configs.schema import AlgorithmConfig, Config
 from keel.rl.metrics import values
-from keel.rl.packing import TrainBatch, split_updates
+from keel.rl.packing import TrainBatch, split_optimizer_steps
 from keel.rl.sft import SftExample, plan_sft, supervised_segment
 from tests.trainer.engine import scenarios
 from tests.trainer.engine import test_expert_parallel as experts
@@ -141,7 +141,7 @@ def training(
             # Step 1 has too few groups for all ranks, so some get padding.
             rollouts = Rollouts(step, windows=windows, prompt=prompt)
             groups = rollouts.groups(1 if step == 1 else 2, 3, kl_coef=kl_coef)
-            batches = [ranks.batch(part, config) for part in split_updates(groups, updates)]
+            batches = [ranks.batch(part, config) for part in split_optimizer_steps(groups, updates)]
             passes: list[Any] = [None] * ranks.world_size
             dist.all_gather_object(passes, [len(batch.mask_pass) for batch in batches])
             scored.append(passes)
