@@ -67,9 +67,9 @@ class MicroBatch:
     """[segments] Index of the shared prefix that each segment continues (`keel.rl.prefix_sharing`),
     or −1 without one. The shared prefix itself is not trainable. None means that no prefix is
     shared."""
-    watched: NDArray[np.int64] | None = None
-    """[segments] Index of each segment in the `watched` argument of `plan_packing`, or −1 if it is
-    not watched. None means that no segment is watched."""
+    saved: NDArray[np.int64] | None = None
+    """[segments] Index of each segment in the `saved` argument of `plan_packing`, or −1 if it is
+    not saved. None means that no segment is saved."""
     loss: Loss = "grpo"
 
     def __post_init__(self) -> None:
@@ -232,7 +232,7 @@ def plan_packing(
     skip_uniform_groups: bool = False,
     mask_delta: float | None = None,
     share_prompts: bool = False,
-    watched: Sequence[Segment] = (),
+    saved: Sequence[Segment] = (),
     references: Mapping[str, int] | None = None,
 ) -> list[PackPlan]:
     """Divide the groups of one optimizer step among the data-parallel replicas. Returns a plan for
@@ -262,7 +262,7 @@ def plan_packing(
 
     `references` gives `MicroBatch.reference_S` for each domain.
 
-    `watched` lists segments to identify in `MicroBatch.watched`; segments that are not packed are
+    `saved` lists segments to identify in `MicroBatch.saved`; segments that are not packed are
     ignored. If only some segments have sampling masks, the others are treated as sampled without
     truncation. Raises `ValueError` if there is no trajectory, if `replicas` or `micro_batch_tokens`
     is below 1, or if recorded routes are missing or differ in shape.
@@ -301,7 +301,7 @@ def plan_packing(
     segments = [s for g in sampled for t in g.group.trajectories for s in t.segments]
     routes_shape, selected_shape = _routes_shape(segments), _selected_shape(segments)
     has_sampling_masks = any(segment.mask_sizes_T is not None for segment in segments)
-    numbers = {id(segment): number for number, segment in enumerate(watched)}
+    numbers = {id(segment): number for number, segment in enumerate(saved)}
     return [
         PackPlan(
             micro_batches=plans,
@@ -313,9 +313,7 @@ def plan_packing(
             routes_shape=routes_shape,
             has_sampling_masks=has_sampling_masks,
             selected_shape=selected_shape,
-            watched=tuple(
-                (numbers[id(s)], s) for s in _segments(chain(*plans)) if id(s) in numbers
-            ),
+            saved=tuple((numbers[id(s)], s) for s in _segments(chain(*plans)) if id(s) in numbers),
         )
         for plans, mask_pass in zip(trained, forward, strict=True)
     ]
@@ -357,8 +355,8 @@ class PackPlan:
     has_sampling_masks: bool = False
     selected_shape: tuple[int, int] | None = None
     """(L, b) of the recorded sparse attention selections, or None without them."""
-    watched: tuple[tuple[int, Segment], ...] = ()
-    """The watched segments among them and their indices in `watched`."""
+    saved: tuple[tuple[int, Segment], ...] = ()
+    """The saved segments among them and their indices in `saved`."""
     loss: Loss = "grpo"
 
     @property
@@ -388,9 +386,9 @@ class PackPlan:
         spans, items = _spans(groups)
         lengths = [span.stop - span.start for span in spans]
         owners = [(items or [_PADDING_ITEM])[span.sequence] for span in spans]
-        numbers = {id(segment): number for number, segment in self.watched}
-        watched = [
-            # A shared prefix is not the watched segment.
+        numbers = {id(segment): number for number, segment in self.saved}
+        saved = [
+            # A shared prefix is not the saved segment.
             numbers.get(id(one.segment), -1) if one.stop == len(one.segment.token_ids_T) else -1
             for one in spans
         ]
@@ -431,7 +429,7 @@ class PackPlan:
             reference_S=np.asarray(references, np.int64) if any(references) else None,
             split_S=np.asarray(splits, np.int64) if max(splits, default=-1) >= 0 else None,
             follows=np.asarray(follows, np.int64) if max(follows) >= 0 else None,
-            watched=np.asarray(watched, np.int64) if max(watched) >= 0 else None,
+            saved=np.asarray(saved, np.int64) if max(saved) >= 0 else None,
             loss=self.loss,
         )
 

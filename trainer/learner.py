@@ -33,7 +33,7 @@ from keel.trainer.rank_calls import STEP, CallDeadline, RankCalls, RankLocation
 from keel.trainer.run.folder import MARK
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.restarts import OutOfMemory, WorkerLost
-from keel.trainer.run.trajectory_files import watched_segments
+from keel.trainer.run.trajectory_files import saved_segments
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -139,15 +139,15 @@ class Learner(RankCalls):
 
     def _step(self, groups: Sequence[ScoredGroup]) -> StepResult:
         asleep = self._put_to_sleep()
-        watched, kept = watched_segments(groups, self._config.run), groups
-        plans = plan_batches(groups, self._config, watched)
+        saved, kept = saved_segments(groups, self._config.run), groups
+        plans = plan_batches(groups, self._config, saved)
         while lost := self._pack(plans):
             kept = [group for group in kept if lost.isdisjoint(group.recording_refs)]
             text = f"{len(groups) - len(kept)} of {len(groups)} groups are left out: {_GONE}"
             self.say("lost", text)
             if not any(group.group.trajectories for group in kept):
                 raise WorkerLost(f"no group is left: {_GONE}")
-            plans = plan_batches(kept, self._config, watched)
+            plans = plan_batches(kept, self._config, saved)
         ray_timeouts.await_future(asleep)
         result = self._step_packed(len(plans[0]), kept)
         if len(kept) < len(groups):
@@ -297,10 +297,10 @@ class Learner(RankCalls):
 
 
 def plan_batches(
-    groups: Sequence[ScoredGroup], config: Config, watched: Sequence[Segment] = ()
+    groups: Sequence[ScoredGroup], config: Config, saved: Sequence[Segment] = ()
 ) -> list[list[PackPlan]]:
     """Divide the completion groups of a batch among optimizer steps and data-parallel replicas.
-    Returns a list of plans for each replica, one per optimizer step. `watched` are the segments to
+    Returns a list of plans for each replica, one per optimizer step. `saved` are the segments to
     be saved."""
     algorithm, trainer = config.algorithm, config.trainer
     models = config.data.references
@@ -317,7 +317,7 @@ def plan_batches(
             skip_uniform_groups=algorithm.skip_uniform_groups,
             mask_delta=algorithm.mask_delta,
             share_prompts=trainer.share_prompts,
-            watched=watched,
+            saved=saved,
             references=references,
         )
         for part in split_optimizer_steps(groups, algorithm.updates_per_batch)

@@ -61,7 +61,7 @@ from keel.trainer.placement.nodes import start_ray, stop_ray
 from keel.trainer.prepare import Task
 from keel.trainer.prepare_sft import SftTask
 from keel.trainer.run.manifest import Entry, find_damage
-from keel.trainer.run.trajectory_files import watched_segments
+from keel.trainer.run.trajectory_files import saved_segments
 from keel.weights.channel import Bucket
 from keel.weights.sync import WeightSync
 from tests.rewards.judge.judge_server import good, running
@@ -85,8 +85,8 @@ class LocalLearner:
         return self.engine.version
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
-        watched = watched_segments(groups, self._config.run)
-        (plans,) = plan_batches(groups, self._config, watched)
+        saved = saved_segments(groups, self._config.run)
+        (plans,) = plan_batches(groups, self._config, saved)
         keys = {key for plan in plans for key in plan.recording_refs}
         found = ray_timeouts.fetch([*keys], seconds=PATIENCE_S)
         return self._step([plan.pack(found) for plan in plans], groups)

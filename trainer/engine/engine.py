@@ -309,7 +309,7 @@ class TrainerEngine:
             unrouted_tokens=inputs.unrouted_tokens,
             micro_batch=micro_batch,
             shard=inputs.shard,
-            logp_R=None if micro_batch.watched is None else logp.detach(),
+            logp_R=None if micro_batch.saved is None else logp.detach(),
             replay=replay,
         )
 

@@ -141,7 +141,7 @@ class PolicyNetwork(nn.Module):
                 "algorithm.keep_routing is on and the model has routers, but a micro-batch has no "
                 "recorded routes"
             )
-        return replay_routes(self.model, routes, by_token=inputs.watched)
+        return replay_routes(self.model, routes, by_token=inputs.saved)
 
 
 class PolicyOutput(NamedTuple):
@@ -197,7 +197,7 @@ class Inputs:
     routes_NLK: Tensor | None
     selected_NLb: NDArray[np.uint8] | None
     position_N: NDArray[np.int32]
-    watched: bool = False
+    saved: bool = False
     """True if a segment will be saved to disk, so that `token_numbers` is needed."""
     truncated: bool = False
     """True if the step has sampling masks. Has the same value on all ranks."""
@@ -253,7 +253,7 @@ class Inputs:
             routes_NLK=None if routes is None else torch.tensor(shard.cut(routes, NO_ROUTE)),
             selected_NLb=None if selected is None else shard.cut(selected, 0),
             position_N=shard.cut(batch.position_N, 0),
-            watched=batch.watched is not None,
+            saved=batch.saved is not None,
             truncated=batch.sampling_mask is not None,
         )
 
@@ -471,11 +471,11 @@ class References:
 def token_numbers(
     batch: MicroBatch, shard: Shard, logp: Tensor, replay: Replay | None
 ) -> dict[int, TokenNumbers]:
-    """Return per-token values for the segments to be saved (`batch.watched`), keyed by segment
+    """Return per-token values for the segments to be saved (`batch.saved`), keyed by segment
     number. The values are the log-probabilities and the overlap between the trainer's routing and
     the engine's. `logp` [R] covers the whole row. `replay` must come from a completed
     forward pass over that micro-batch."""
-    if batch.watched is None:
+    if batch.saved is None:
         return {}
     count = len(batch.token_ids_N)
     logp_N, overlap_N = np.full((2, count), np.nan, np.float32)
@@ -485,7 +485,7 @@ def token_numbers(
         here = max(0, min(stop, count) - start)
         overlap_N[start : start + here] = overlap[:here].float().cpu().numpy()
     numbers: dict[int, TokenNumbers] = {}
-    for segment, number in enumerate(batch.watched):
+    for segment, number in enumerate(batch.saved):
         if number < 0:
             continue
         rows = batch.context_rows(segment)

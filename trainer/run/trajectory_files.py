@@ -35,7 +35,7 @@ _REFERENCE_CHARACTERS = 2_000
 Place = tuple[ScoredGroup, int]  # a trajectory, identified by its group and its index in the group
 
 
-def watched_segments(groups: Sequence[ScoredGroup], run: RunConfig) -> list[Segment]:
+def saved_segments(groups: Sequence[ScoredGroup], run: RunConfig) -> list[Segment]:
     """Return the segments whose tokens will be saved, in the order in which ranks number them."""
     places = _select_tokens(groups, run)
     return [s for group, index in places for s in group.group.trajectories[index].segments]

@@ -14,7 +14,7 @@ from keel.configs.schema import RunConfig
 from keel.data.eval_store import SampledPrompt
 from keel.rl import types
 from keel.rl.types import Group, Prompt, ScoredGroup, Trajectory
-from keel.trainer.run.trajectory_files import TokenFile, TokenTexts, watched_segments
+from keel.trainer.run.trajectory_files import TokenFile, TokenTexts, saved_segments
 
 BREAKS = "document.title='BROKEN'"
 ATTACKS = (
@@ -107,7 +107,7 @@ def write_step(folder: Path, step: int, groups: Sequence[ScoredGroup], **metrics
 
     numbers = {
         number: types.TokenNumbers(logp_T=full(segment, -0.4), overlap_T=full(segment, 0.5))
-        for number, segment in enumerate(watched_segments(groups, run))
+        for number, segment in enumerate(saved_segments(groups, run))
     }
     path = folder / "trajectories" / f"step_{step:06d}.tokens.jsonl.gz"
     TokenFile(run, TokenTexts(Bytes()), lambda: numbers).write(path, groups)

@@ -56,13 +56,13 @@ def test_ranks_pack_what_was_recorded(
 
     def plans(groups: list[ScoredGroup]) -> Any:
         options = {"replicas": 2, "micro_batch_tokens": 200, "share_prompts": share_prompts}
-        return plan_packing(groups, **options, watched=segments_of(groups)[:3])
+        return plan_packing(groups, **options, saved=segments_of(groups)[:3])
 
     sent = pickle.loads(pickle.dumps(plans(there)))  # as to the ranks' processes
     batches = [plan.pack({key: store[key] for key in plan.recording_refs}) for plan in sent]
     np.testing.assert_equal([*map(asdict, batches)], [asdict(plan.pack()) for plan in plans(here)])
     rows = [row for batch in batches for row in batch.micro_batches]
-    assert sorted(n for row in rows if row.watched is not None for n in row.watched if n >= 0) == [
+    assert sorted(n for row in rows if row.saved is not None for n in row.saved if n >= 0) == [
         *range(3)
     ]
     assert any(row.follows is not None for row in rows) == share_prompts

@@ -192,7 +192,7 @@ def seen_by(batch: MicroBatch, part: Shard) -> dict[int, TokenNumbers]:
 
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("size", [1, 3], ids=["whole rows", "parts of rows"])
-def test_watched_segments_have_their_own_numbers(size: int, share_prompts: bool) -> None:
+def test_saved_segments_have_their_own_numbers(size: int, share_prompts: bool) -> None:
     for seed in range(8):
         groups = prompted_groups(seed) if share_prompts else random_groups(seed)
         random = Random(seed)
@@ -202,13 +202,13 @@ def test_watched_segments_have_their_own_numbers(size: int, share_prompts: bool)
             for trajectory in group.group.trajectories
             for segment in trajectory.segments
         ]
-        watched = random.sample(all_segments, 4)
+        saved = random.sample(all_segments, 4)
         batches = pack(
             groups,
             replicas=2,
             micro_batch_tokens=random.choice([7, 40, 400]),
             share_prompts=share_prompts,
-            watched=watched,
+            saved=saved,
         )
         results = merge_tokens(
             [
@@ -219,7 +219,7 @@ def test_watched_segments_have_their_own_numbers(size: int, share_prompts: bool)
             ]
         )
         assert sorted(results) == [0, 1, 2, 3]
-        for number, segment in enumerate(watched):
+        for number, segment in enumerate(saved):
             ids = segment.token_ids_T.tolist()
             logp = [
                 logp_of(token) if sampled else np.nan
