@@ -105,7 +105,10 @@ def run_loop(
 
     with ExitStack() as stack:
         tokens = TokenFile(
-            config.run, TokenTexts(runtime.task.tokenizer), lambda: learner.tokens, extract_answer
+            config.run,
+            TokenTexts(runtime.task.tokenizer),
+            lambda: learner.token_numbers,
+            extract_answer,
         )
         journal = open_journal(
             stack,

@@ -100,7 +100,7 @@ class Learner(RankCalls):
         self.say: Callable[[str, str], object] = lambda kind, text: _LOG.warning(text)
         """Receives the kind and the text of messages about groups that are left out and steps that
         ran out of memory."""
-        self.tokens: Mapping[int, TokenNumbers] = {}
+        self.token_numbers: Mapping[int, TokenNumbers] = {}
         """Per-token values from the last step for the segments to be saved, keyed by segment."""
 
     @property
@@ -176,7 +176,7 @@ class Learner(RankCalls):
         if reports[0].out_of_memory:
             raise OutOfMemory(f"{STEP} did not fit: {reports[0].out_of_memory}", dropped=True)
         self._version = reports[0].version
-        self.tokens = merge_tokens([report.tokens for report in reports])
+        self.token_numbers = merge_tokens([report.token_numbers for report in reports])
         findings = [finding for report in reports for finding in report.findings]
         return StepResult(
             version=self._version,
@@ -329,7 +329,7 @@ def plan_batches(
 class StepReport:
     version: int
     metrics: dict[str, Metric]
-    tokens: dict[int, TokenNumbers] = field(default_factory=dict[int, TokenNumbers])
+    token_numbers: dict[int, TokenNumbers] = field(default_factory=dict[int, TokenNumbers])
     """Per-token values of the segments to be saved, keyed by segment."""
     findings: tuple[Finding, ...] = ()
     gave_up: str = ""
@@ -481,7 +481,7 @@ class TrainerWorker:
                 metrics=metrics,
                 findings=tuple(self.engine.findings),
                 gave_up=self.engine.gave_up,
-                tokens=self.engine.tokens,
+                token_numbers=self.engine.token_numbers,
             )
         # Here, outside the handler, nothing refers to the step's tensors any more.
         if not self.engine.recover():

@@ -78,7 +78,7 @@ class LocalLearner:
             torch.set_num_threads(config.trainer.threads)
         self.engine = TrainerEngine(model, config)
         self._config = config
-        self.tokens: Mapping[int, TokenNumbers] = {}
+        self.token_numbers: Mapping[int, TokenNumbers] = {}
 
     @property
     def version(self) -> int:
@@ -103,7 +103,7 @@ class LocalLearner:
         self, batches: Sequence[TrainBatch], groups: Sequence[ScoredGroup | SftExample]
     ) -> StepResult:
         metrics = self.engine.step(batches)
-        self.tokens = self.engine.tokens
+        self.token_numbers = self.engine.token_numbers
         return StepResult(
             version=self.version,
             metrics=metrics,

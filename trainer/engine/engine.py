@@ -156,7 +156,7 @@ class TrainerEngine:
         self.steps = 0  # the number of rollout batches trained on so far
         self.version = 0  # the number of optimizer steps so far, including skipped ones
         self._updated = False
-        self.tokens: dict[int, TokenNumbers] = {}
+        self.token_numbers: dict[int, TokenNumbers] = {}
         """Per-token values from the last step for the segments to be saved, keyed by segment."""
 
     def _make_network(self, model: PreTrainedModel) -> PolicyNetwork:
@@ -193,7 +193,7 @@ class TrainerEngine:
     def step(self, batches: Sequence[TrainBatch]) -> dict[str, Metric]:
         """Take one optimizer step per batch and return the metrics. Stops early once `gave_up`
         becomes true."""
-        self.findings, self.tokens, self._updated = [], {}, False
+        self.findings, self.token_numbers, self._updated = [], {}, False
         config = self._config
         lr = zero.learning_rate(self.steps + 1, config.trainer, total_steps=config.run.steps)
         for group in self._adam.param_groups:
@@ -227,7 +227,7 @@ class TrainerEngine:
         parts: list[dict[str, Metric]] = []
         for result in filter(None, results):
             parts.append(result.metrics())
-            self.tokens |= result.token_numbers()
+            self.token_numbers |= result.token_numbers()
         if algorithm.mask_delta is not None:
             parts.append(gaps.end_step())
         skipped = self._skips.count(norm + indexer_norm, self.version)
