@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
 from keel.rl import strict_json
 
@@ -207,6 +207,8 @@ def seed_of(*of: object) -> int:
 class TurnRequest:
     """A request to sample one turn of a conversation."""
 
+    size: ClassVar[int] = 1
+    """Number of completions."""
     conversation: str
     """The name from `conversation_of`. The request preferably goes to the engine that has the
     conversation in its prefix cache."""
@@ -225,6 +227,10 @@ class TurnRequest:
     stop_ids: tuple[int, ...] = ()
     """Token ids that end the turn, in addition to the model's EOS. They are kept as part of the
     turn."""
+
+    @property
+    def label(self) -> str:
+        return f"turn of conversation {self.conversation}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

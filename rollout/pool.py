@@ -20,7 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
@@ -55,9 +55,6 @@ class _Request:
     sample: SampleRequest
     sampling: SamplingConfig
     purpose: Purpose
-    label: str
-    sequences: int
-    tokens: int  # upper bound on the number of tokens sampled by all sequences
     result: Future[Any] = field(default_factory=Future[Any])  # for the caller
     slot: _EngineSlot | None = None
     reply: Future[Any] = field(default_factory=Future[Any])  # from the engine in `slot`
@@ -68,6 +65,11 @@ class _Request:
         """Sort key for the queue. Evaluation requests go first, because the training loop waits for
         them."""
         return self.purpose != "eval", self.number
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of tokens in all completions together."""
+        return self.sample.size * self.sampling.max_tokens
 
 
 @dataclass(slots=True)
@@ -170,23 +172,22 @@ class RolloutPool:
         with self._lock:
             draw = self._draws[prompt.prompt_id]
             self._draws[prompt.prompt_id] += 1
-        sample = GroupRequest(prompt, group_size, draw)
-        label, tokens = f"group of prompt {prompt.prompt_id}", group_size * sampling.max_tokens
-        return self._enqueue(sample, sampling, purpose, label, group_size, tokens)
+        return self._enqueue(GroupRequest(prompt, group_size, draw), sampling, purpose)
 
     def turn(
         self, request: TurnRequest, *, sampling: SamplingConfig, purpose: Purpose = "train"
     ) -> Future[TurnResult]:
         """Start sampling one turn of a conversation, on the engine that sampled the previous turn
         if possible. The turn is resampled if the engine dies."""
-        label = f"turn of conversation {request.conversation}"
-        return self._enqueue(request, sampling, purpose, label, 1, request.max_tokens)
+        return self._enqueue(request, replace(sampling, max_tokens=request.max_tokens), purpose)
 
-    def _enqueue(self, sample: SampleRequest, *fields: Any) -> Future[Any]:
+    def _enqueue(
+        self, sample: SampleRequest, sampling: SamplingConfig, purpose: Purpose
+    ) -> Future[Any]:
         with self._lock:
             if self._ended is not None:
                 return failed(self._ended)
-            request = _Request(next(self._numbers), sample, *fields)
+            request = _Request(next(self._numbers), sample, sampling, purpose)
             self._open[request.number] = request
             self._calls.put(lambda: self._add(request))
 
@@ -322,8 +323,8 @@ class RolloutPool:
             request.slot, request.reply, request.sent = slot, reply, time.monotonic()
             del self._queue[index]
             slot.requests[request.number] = request
-            slot.sequences += request.sequences
-            slot.load += request.tokens
+            slot.sequences += request.sample.size
+            slot.load += request.max_tokens
             reply.add_done_callback(
                 lambda reply, request=request: self._calls.put(
                     lambda: self._complete(request, reply)
@@ -369,8 +370,8 @@ class RolloutPool:
         slot, request.slot = request.slot, None
         assert slot is not None
         del slot.requests[request.number]
-        slot.sequences -= request.sequences
-        slot.load -= request.tokens
+        slot.sequences -= request.sample.size
+        slot.load -= request.max_tokens
 
     def _await(self, slot: _EngineSlot, stage: Stage, pending: Future[Any], seconds: float) -> None:
         slot.stage, slot.pending = stage, pending
@@ -451,7 +452,7 @@ class RolloutPool:
                     self._replace(slot, EngineError(f"did not {_TASKS[slot.stage]} in time"))
             elif slot.stage == "ready" and oldest and now >= oldest.sent + silent_s:
                 error = EngineError(
-                    f"returned no {oldest.label} within {silent_s:g} s, although "
+                    f"returned no {oldest.sample.label} within {silent_s:g} s, although "
                     f"rollout.timeout_s = {self._config.timeout_s:g} cuts it"
                 )
                 self._replace(slot, error)

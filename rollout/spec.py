@@ -79,6 +79,10 @@ class GroupRequest:
     size: int
     draw: int = 0  # number of groups already sampled for this prompt with the same weights
 
+    @property
+    def label(self) -> str:
+        return f"group of prompt {self.prompt.prompt_id}"
+
 
 SampleRequest = GroupRequest | TurnRequest
 

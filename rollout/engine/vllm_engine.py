@@ -6,7 +6,7 @@ vLLM.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -38,7 +38,14 @@ from keel.rollout.recording.base import Recorder, RecordingOptions, core_of, rec
 from keel.rollout.recording.native import NativeRecorder
 from keel.rollout.recording.packed import PackedRecorder
 from keel.rollout.recording.v1 import V1Recorder
-from keel.rollout.spec import EngineError, EngineSpec, LostTurn, RecordingError, SampleRequest
+from keel.rollout.spec import (
+    EngineError,
+    EngineSpec,
+    GroupRequest,
+    LostTurn,
+    RecordingError,
+    SampleRequest,
+)
 from keel.weights.channel import Bucket, Rendezvous, call_workers
 from keel.weights.loader import TensorChecklist
 
@@ -61,17 +68,12 @@ _NOT_CUT = "late: had no further token after the time of its group was up (rollo
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """A group of completions of `prompt`, or one turn of `conversation`. Each completion is a
-    request to vLLM."""
+    """A group or turn that is being sampled. Each completion is a request to vLLM."""
 
-    label: str
+    request: SampleRequest
     context: Sequence[int] | NDArray[np.int32]
-    sampling: SamplingConfig
-    recording: RecordingOptions
-    prompt: Prompt | None = None
+    max_tokens: int
     thinking: bool = False  # True if the prompt ends inside a think block
-    conversation: str = ""
-    stop_ids: tuple[int, ...] = ()
     requests: dict[str, int] = field(default_factory=dict[str, int])  # number by unfinished name
     done: dict[int, tuple[TurnResult, str]] = field(
         default_factory=dict[int, tuple[TurnResult, str]]
@@ -90,12 +92,13 @@ class Job:
     def result(self) -> Result:
         """Return the group or turn. A turn has no tokens if its deadline passed before the first
         token was sampled."""
-        if self.prompt is not None:
+        if isinstance(self.request, GroupRequest):
+            prompt = self.request.prompt
             trajectories = tuple(
-                self._trajectory(self.prompt, sibling, *self.done[sibling])
+                self._trajectory(prompt, sibling, *self.done[sibling])
                 for sibling in sorted(self.done)
             )
-            return Group(prompt=self.prompt, trajectories=trajectories, dropped=tuple(self.dropped))
+            return Group(prompt=prompt, trajectories=trajectories, dropped=tuple(self.dropped))
         if NOT_FINITE in self.dropped:
             return LostTurn(NOT_FINITE)
         if self.done:
@@ -195,22 +198,14 @@ class VllmEngine:
     ) -> None:
         """Start sampling a group or a turn. `step` yields the result, tagged with `number`, as soon
         as it is complete. Raises ValueError if the prompt does not fit."""
-        recording = RecordingOptions(
-            routes=record and self._records_routes,
-            sampling_mask=record and self._records_masks and sampling.truncated,
-            selection=record and self._records_selection,
-            routes_from=request.routes_from if isinstance(request, TurnRequest) else 0,
-        )
-        if isinstance(request, TurnRequest):
-            seeds = [request.seed]
-            job = Job(
-                label=f"conversation {request.conversation}",
-                context=request.token_ids_T,
-                sampling=replace(sampling, max_tokens=request.max_tokens),
-                recording=recording,
-                conversation=request.conversation,
-                stop_ids=request.stop_ids,
+        if self.updating:
+            raise EngineError(
+                f"{request.label}: the engine is asleep or its weights are incomplete"
             )
+        if isinstance(request, TurnRequest):
+            context, thinking, seeds = request.token_ids_T, False, [request.seed]
+            max_tokens, routes_from = request.max_tokens, request.routes_from
+            conversation, stop_ids = request.conversation, request.stop_ids
         else:
             prompt = request.prompt
             context, thinking = render_prompt(self._tokenizer, prompt, self._marks)
@@ -218,29 +213,24 @@ class VllmEngine:
             # every run, and they share the prompt's blocks.
             key = self.spec.seed, self.version, request.draw
             seeds = [seed_of(*key, sibling, prompt.prompt_id) for sibling in range(request.size)]
-            job = Job(
-                label=f"prompt {prompt.prompt_id}",
-                context=context,
-                sampling=sampling,
-                recording=recording,
-                prompt=prompt,
-                thinking=thinking,
-            )
-        self._begin(number, job, seeds)
-
-    def _begin(self, number: int, job: Job, seeds: Sequence[int]) -> None:
-        if self.updating:
-            raise EngineError(f"{job.label}: the engine is asleep or its weights are incomplete")
-        sampling, options = job.sampling, job.recording
-        tokens, limit = len(job.context), self.spec.max_model_len
-        if tokens + sampling.max_tokens > limit:
+            max_tokens, routes_from, conversation, stop_ids = sampling.max_tokens, 0, "", ()
+        tokens, limit = len(context), self.spec.max_model_len
+        if tokens + max_tokens > limit:
             raise ValueError(
-                f"{job.label}: {tokens} tokens and {sampling.max_tokens} new ones exceed the "
-                f"context of {limit}. Lower rollout.sampling.max_tokens or data.max_prompt_tokens"
+                f"{request.label}: {tokens} tokens and {max_tokens} new ones exceed the context of "
+                f"{limit}. Lower rollout.sampling.max_tokens or data.max_prompt_tokens"
             )
-        self._jobs[number] = job
+        job = self._jobs[number] = Job(
+            request=request, context=context, max_tokens=max_tokens, thinking=thinking
+        )
+        recording = RecordingOptions(
+            routes=record and self._records_routes,
+            sampling_mask=record and self._records_masks and sampling.truncated,
+            selection=record and self._records_selection,
+            routes_from=routes_from,
+        )
         params: dict[str, Any] = {
-            "max_tokens": sampling.max_tokens,
+            "max_tokens": max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
@@ -248,17 +238,15 @@ class VllmEngine:
             # Text is decoded once at the end, unless vLLM has to find stop strings.
             "detokenize": bool(sampling.stop),
             "stop": list(sampling.stop),
-            "stop_token_ids": list(job.stop_ids),
+            "stop_token_ids": list(stop_ids),
             "include_stop_str_in_output": True,
             "skip_special_tokens": False,
-            **self._recorder.sampling_args(sampling, options),
+            **self._recorder.sampling_args(sampling, recording),
         }
         for sibling, seed in enumerate(seeds):
             name = f"{number}.{sibling}"
-            self._requests.add(
-                name, job.context, {**params, "seed": seed}, conversation=job.conversation
-            )
-            self._recorder.expect(name, options)
+            self._requests.add(name, context, {**params, "seed": seed}, conversation=conversation)
+            self._recorder.expect(name, recording)
             job.requests[name], self._owners[name] = sibling, number
 
     def step(self) -> Iterator[tuple[int, Result]]:
@@ -272,7 +260,7 @@ class VllmEngine:
         groups = {
             output.request_id: output.outputs[0].token_ids
             for output in finished
-            if self._jobs[self._owners[output.request_id]].prompt is not None
+            if isinstance(self._jobs[self._owners[output.request_id]].request, GroupRequest)
         }
         decoded = decode_all(self._tokenizer, [*groups.values()], self._marks)
         texts = dict(zip(groups, decoded, strict=True))
@@ -395,14 +383,14 @@ class VllmEngine:
         completion = output.outputs[0]
         ids = list(completion.token_ids)
         if completion.finish_reason not in ("stop", "length"):
-            raise RecordingError(f"{job.label}: ended with {completion.finish_reason!r}")
+            raise RecordingError(f"{job.request.label}: ended with {completion.finish_reason!r}")
         versions = np.full(len(ids), -1, np.int32)
         for span in completion.weight_versions or ():
             versions[span.start : span.end] = int(span.version)
         if (versions < 0).any():
-            raise RecordingError(f"{job.label}: some tokens have no weight version")
+            raise RecordingError(f"{job.request.label}: some tokens have no weight version")
         finish = "stop" if completion.finish_reason == "stop" else "length"
-        if finish == "length" and job.cut and len(ids) < job.sampling.max_tokens:
+        if finish == "length" and job.cut and len(ids) < job.max_tokens:
             finish = "deadline"
         logp, recordings = self._recorder.take(output.request_id, len(job.context), completion)
         return TurnResult(

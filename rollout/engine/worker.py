@@ -45,7 +45,6 @@ from keel.rollout.spec import (
     EngineError,
     EngineProgress,
     EngineSpec,
-    GroupRequest,
     LostTurn,
     RecordingError,
     SampleRequest,
@@ -108,7 +107,7 @@ class RayEngine:
         self, request: SampleRequest, *, sampling: SamplingConfig, record: bool
     ) -> Future[Any]:
         """Start sampling. The future resolves to a `Group` or a `TurnResult`."""
-        method = self.actor.sample.options(num_returns=1 + count_completions(request))
+        method = self.actor.sample.options(num_returns=1 + request.size)
         ref, *recordings = ray_timeouts.call(method, request, sampling, record)
         return as_future(ref, lambda result: attach(result, recordings))
 
@@ -244,10 +243,6 @@ class RolloutWorker:
 # Recordings, which stay on the engine's node.
 
 
-def count_completions(request: SampleRequest) -> int:
-    return request.size if isinstance(request, GroupRequest) else 1
-
-
 def detach(request: SampleRequest, result: Group | TurnResult) -> list[Any]:
     """Return the result without its recordings, followed by the `Recordings` of each completion, or
     None for recordings that are so small that they stay in the result.
@@ -255,7 +250,7 @@ def detach(request: SampleRequest, result: Group | TurnResult) -> list[Any]:
     In a group, either every completion has `Segment.stored` or none has it, so that prefixes can be
     compared. `attach` adds the references to the recordings.
     """
-    stored: list[Recordings | None] = [None] * count_completions(request)
+    stored: list[Recordings | None] = [None] * request.size
     if isinstance(result, TurnResult):
         if not isinstance(result.recordings, Recordings):  # no token was sampled
             return [result, *stored]

@@ -12,24 +12,17 @@ from keel.configs.schema import (
     DataConfig,
     RolloutConfig,
     RunConfig,
-    SamplingConfig,
     SourceConfig,
 )
 from keel.model.batch_invariant import VARIABLE
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.recordings import Recordings, SamplingMasks
-from keel.rl.turns import TurnResult
+from keel.rl.turns import TurnRequest, TurnResult
 from keel.rollout.chat.parsing import decode_all, split_message
-from keel.rollout.recording.base import RecordingOptions
-from keel.rollout.spec import EngineSpec, LostTurn, env_vars
+from keel.rollout.spec import EngineSpec, GroupRequest, LostTurn, env_vars
 from tests.rl.rollouts import prompt
 
-JOB: dict[str, Any] = {
-    "label": "a job",
-    "context": [1, 2, 3],
-    "sampling": SamplingConfig(),
-    "recording": RecordingOptions(routes=False, sampling_mask=False),
-}
+CONTEXT = np.array([1, 2, 3], np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +33,8 @@ def engine() -> Any:
 
 
 def group(engine: Any, *recordings: dict[str, Any]) -> Any:
-    job = engine.Job(**JOB, prompt=prompt())
+    request = GroupRequest(prompt(), len(recordings))
+    job = engine.Job(request=request, context=CONTEXT, max_tokens=9)
     for sibling, recording in enumerate(recordings):
         job.add(sibling, completion(**recording), "four")
     return job.result()
@@ -91,7 +85,8 @@ def test_non_finite_completions_are_dropped_alone(engine: Any, value: float) -> 
     sampled = group(engine, {"logp": (-1, value)}, {})
     assert [trajectory.sibling for trajectory in sampled.trajectories] == [1]
     assert sampled.dropped == (engine.NOT_FINITE,)
-    turn = engine.Job(**JOB)
+    request = TurnRequest(conversation="c", token_ids_T=CONTEXT, max_tokens=9, seed=1)
+    turn = engine.Job(request=request, context=CONTEXT, max_tokens=9)
     turn.add(0, completion(logp=(-1, value)), "")
     lost = pickle.loads(pickle.dumps(turn.result()))  # as from the engine's process
     assert isinstance(lost, LostTurn) and str(lost) == engine.NOT_FINITE

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from keel.configs.schema import SamplingConfig
-from keel.rollout.recording.base import RecordingOptions
-from keel.rollout.spec import EngineError
+from keel.rollout.spec import EngineError, GroupRequest
 from tests.rl.rollouts import prompt
 from tests.rollout.remote_engine import DEADLINE_S, vllm_process
 
@@ -48,11 +46,9 @@ def _cut_twice() -> tuple[list[Any], int, list[Any], list[str]]:
         )
     )
     job = Job(
-        label="a job",
+        request=GroupRequest(prompt(), 2),
         context=[1],
-        sampling=SamplingConfig(),
-        recording=RecordingOptions(routes=False, sampling_mask=False),
-        prompt=prompt(),
+        max_tokens=100,
         requests={"begun": 0, "waiting": 1},
     )
     engine._jobs, engine._owners = {5: job}, dict.fromkeys(job.requests, 5)
