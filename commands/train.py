@@ -34,7 +34,7 @@ from keel.trainer.run.signals import FIRST, NOTHING_YET, Interrupt
 from keel.trainer.run.trajectory_files import TokenFile, TokenTexts
 from keel.trainer.run.view import View
 from keel.trainer.session import open_journal, restore_data, run_with_restarts, save_checkpoint
-from keel.trainer.sft import SftParts, fit
+from keel.trainer.sft import fit
 
 _LOST = (WorkerLost, CollectiveTimeout, RayLost, RayError, Unanswered)
 """Errors after which the learner can no longer save a checkpoint."""
@@ -217,7 +217,8 @@ def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int
         )
         learner.say = journal.say
         save = partial(save_checkpoint, folder, task.config, learner, stop=interrupt, say=view.say)
-        parts = SftParts(
+        return fit(
+            task.config,
             batches=task.batches,
             learner=learner,
             journal=journal,
@@ -226,8 +227,8 @@ def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int
             should_stop=interrupt,
             say=view.say,
             should_abort=interrupt.should_abort,
+            start=start,
         )
-        return fit(parts, task.config, start=start)
 
 
 def check(recipe: str, overrides: Sequence[str]) -> int:

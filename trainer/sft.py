@@ -4,7 +4,7 @@ sets."""
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -83,68 +83,68 @@ class Batches:
         return self._next
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SftParts:
-    batches: Batches
-    learner: Learner
-    journal: RunJournal
-    heldout: Mapping[str, Sequence[SftExample]]
-    save: Save
-    should_stop: Callable[[], bool]  # return True to end the run after the current step
-    say: Callable[[str], None]
-    should_abort: Callable[[], bool]
-    """Return True to end the run immediately, saving only a final checkpoint."""
-
-
-def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
-    """Run steps `start + 1` to `config.run.steps`, or until `parts.should_stop()` returns True.
-    Returns the last completed step."""
-    run, learner = config.run, parts.learner
+def fit(
+    config: Config,
+    *,
+    batches: Batches,
+    learner: Learner,
+    journal: RunJournal,
+    heldout: Mapping[str, Sequence[SftExample]],
+    save: Save,
+    should_stop: Callable[[], bool],
+    say: Callable[[str], None],
+    should_abort: Callable[[], bool],
+    start: int = 0,
+) -> int:
+    """Run steps `start + 1` to `config.run.steps`, or until `should_stop()` returns True. Returns
+    the last completed step. `should_abort()` returns True to end the run immediately, saving only a
+    final checkpoint."""
+    run = config.run
     planned = {
         name: plan_sft(
             examples,
             replicas=config.trainer.data_parallel,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
         )
-        for name, examples in parts.heldout.items()
+        for name, examples in heldout.items()
     }
-    heldout = [
+    plans_by_replica = [
         {name: plans[replica] for name, plans in planned.items()}
         for replica in range(config.trainer.data_parallel if planned else 0)
     ]
 
     def measure() -> dict[str, Metric]:
-        if parts.should_abort():
+        if should_abort():
             return {}
-        parts.journal.begin("measuring")
-        return _evaluation_metrics(learner.evaluate_nll(heldout, parts.should_abort))
+        journal.begin("measuring")
+        return _evaluation_metrics(learner.evaluate_nll(plans_by_replica, should_abort))
 
     # Before the first step, or if the evaluation of `start` was cut off.
-    due = not start or (evaluation_due(run, start) and not parts.journal.evaluated(start))
+    due = not start or (evaluation_due(run, start) and not journal.evaluated(start))
     if heldout and due and (measured := measure()):
-        parts.journal.record(start, measured, [])
-    if parts.should_abort():
+        journal.record(start, measured, [])
+    if should_abort():
         return start
-    saver = Saver(parts.save, run, start)
+    saver = Saver(save, run, start)
     for step in range(start + 1, run.steps + 1):
         clock = Clock(seconds={})
-        parts.journal.begin("training")
-        examples = parts.batches.take()
+        journal.begin("training")
+        examples = batches.take()
         with clock.time("train"):
             result = learner.retry_on_oom(partial(_take_step, learner, examples))
         for line in result.findings[:SHOWN_FINDINGS]:
-            parts.say(f"step {step}: no finite gradient: {line}")
-        metrics = {**result.metrics, "sft/epochs": Mean(parts.batches.epochs, 1), **saver.metrics()}
+            say(f"step {step}: no finite gradient: {line}")
+        metrics = {**result.metrics, "sft/epochs": Mean(batches.epochs, 1), **saver.metrics()}
         metrics |= clock.metrics(sum(example.learned_tokens for example in examples))
         if heldout and evaluation_due(run, step):
             metrics |= measure()
-        parts.journal.record(step, metrics, [])
+        journal.record(step, metrics, [])
         if result.gave_up:
             raise RuntimeError(f"step {step}: {result.gave_up}")
-        if saver.due(step) or parts.should_stop():
-            parts.journal.begin("saving a checkpoint")
-            written = saver.save(step, parts.batches.position())
-            if parts.should_stop() and written:  # also if asked to during the save
+        if saver.due(step) or should_stop():
+            journal.begin("saving a checkpoint")
+            written = saver.save(step, batches.position())
+            if should_stop() and written:  # also if asked to during the save
                 return step
     return max(start, run.steps)
 

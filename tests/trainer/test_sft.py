@@ -93,7 +93,8 @@ class Run:
         return True
 
     def fit(self, heldout: Sequence[SftExample] = (), *, start: int = 0) -> int:
-        parts = sft.SftParts(
+        return sft.fit(
+            self.config,
             batches=self.batches,
             learner=self.ranks,
             journal=self,
@@ -102,8 +103,8 @@ class Run:
             should_stop=lambda: len(self.steps) > self.stop_after,
             say=print,
             should_abort=lambda: False,
+            start=start,
         )
-        return sft.fit(parts, self.config, start=start)
 
 
 def test_run_evaluates_and_reports() -> None:
