@@ -118,13 +118,13 @@ class Learner(RankCalls):
         0."""
         seconds = self._config.run.startup_timeout_s
         deadline = CallDeadline("the trainer's start", seconds, "run.startup_timeout_s")
-        self._locations = self._call_all("location", deadline=deadline)
         mark = self._config.run.folder.absolute() / MARK
-        texts = self._call_all("read_text", str(mark), deadline=deadline) if mark.exists() else []
-        for rank, text in enumerate(texts):
-            if text != mark.read_text():
+        text = mark.read_text() if mark.exists() else ""
+        self._locations = self._call_all("location", str(mark), deadline=deadline)
+        for rank, location in enumerate(self._locations):
+            if text and location.mark != text:
                 raise ConfigError(
-                    f"run.dir = {mark.parent}: trainer rank {rank} on {self._locations[rank].host} "
+                    f"run.dir = {mark.parent}: trainer rank {rank} on {location.host} "
                     "does not see it. It must be on a file system that all machines share"
                 )
         (rendezvous,) = self._wait([ray_timeouts.call(self._ranks[0].listen)], deadline)
@@ -212,7 +212,7 @@ class Learner(RankCalls):
         before, now = ((t.activation_checkpointing, t.keeps_attention) for t in trainers)
         if now != before:
             deadline = self._deadline("switching activation checkpointing")
-            self._call_all("recompute", now[1], deadline=deadline)
+            self._call_all("checkpoint_activations", now[1], deadline=deadline)
         self._config = config
 
     def evaluate_nll(
@@ -392,16 +392,13 @@ class TrainerWorker:
             with suppress(Exception):  # `start` reads it again and raises
                 self._model = load_policy(model_path, dtype)
 
-    def location(self) -> RankLocation:
-        stderr = Path("/proc/self/fd/2")
+    def location(self, mark: str) -> RankLocation:
+        """Describe this process and the `mark` file in the run folder, as this node sees it."""
+        stderr, text = Path("/proc/self/fd/2"), ""
         log = os.readlink(stderr) if stderr.exists() else ""
-        return RankLocation(host=socket.gethostname(), pid=os.getpid(), log=log)
-
-    def read_text(self, path: str) -> str:
-        try:
-            return Path(path).read_text()
-        except OSError:
-            return ""
+        with suppress(OSError):
+            text = Path(mark).read_text()
+        return RankLocation(host=socket.gethostname(), pid=os.getpid(), log=log, mark=text)
 
     def listen(self) -> tuple[str, int]:
         """Open the store that the ranks use to find each other. Returns its host and port."""
@@ -488,8 +485,8 @@ class TrainerWorker:
             raise torch.OutOfMemoryError(short)
         return StepReport(version=self.engine.version, metrics={}, out_of_memory=short)
 
-    def recompute(self, keep_attention: bool) -> None:
-        self.engine.recompute(keep_attention=keep_attention)
+    def checkpoint_activations(self, keep_attention: bool) -> None:
+        self.engine.checkpoint_activations(keep_attention=keep_attention)
 
     def evaluate_nll(self, plans: Mapping[str, PackPlan]) -> dict[str, Metric]:
         return {

@@ -44,12 +44,14 @@ class CallDeadline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLocation:
-    """A rank's host, process and log file, for error messages if the process dies."""
+    """A rank's host, process and files."""
 
     host: str
     pid: int
     log: str
     """Path of the file with the process's standard error, or an empty string if unknown."""
+    mark: str
+    """Text of the mark in the run folder, or an empty string if the rank does not see it."""
 
     def last_lines(self) -> str:
         log = Path(self.log)

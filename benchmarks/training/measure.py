@@ -181,7 +181,7 @@ def adapted(engine: SyntheticEngine, case: Case) -> Iterator[None]:
     replays = engine._replays
     engine._replays = replays and case.routes
     if case.recompute:
-        engine.recompute(keep_attention=case.flash4)
+        engine.checkpoint_activations(keep_attention=case.flash4)
     try:
         yield
     finally:

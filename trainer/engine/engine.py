@@ -78,7 +78,7 @@ MIB = 2**20
 
 class TrainerEngine:
     """The policy, optimizer and reference models of one rank. All methods except
-    `recover` and `recompute` are collective."""
+    `recover` and `checkpoint_activations` are collective."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class TrainerEngine:
         routers = router_modules(network.model)
         self._replays = bool(routers) and config.algorithm.keep_routing
         if trainer.activation_checkpointing:
-            self.recompute(keep_attention=trainer.keeps_attention)
+            self.checkpoint_activations(keep_attention=trainer.keeps_attention)
         options = zero.deepspeed_config(trainer, dtype, self.device, network.model)
         self._adam: torch.optim.AdamW
 
@@ -135,7 +135,7 @@ class TrainerEngine:
         expected = len(routers) if trainer.expert_parallel > 1 else 0
         experts = ExpertLayers(network.model, expected=expected)
         self._weights = Weights(network.model, experts, stage=self._stage)
-        sharded = zero.frozen_config(options) if self._weights.gathered else None
+        sharded = zero.frozen_config(options) if self._weights.sharded else None
         self._references = References(self.device, sharded)
         self._add_references(load, outline)
         self._float32_sums = dtype == torch.bfloat16 and trainer.sums_in_float32("bfloat16")
@@ -446,10 +446,10 @@ class TrainerEngine:
             torch.cuda.empty_cache()
         return alone
 
-    def recompute(self, *, keep_attention: bool) -> None:
+    def checkpoint_activations(self, *, keep_attention: bool) -> None:
         """Turn on activation checkpointing. With `keep_attention`, attention outputs are kept
         rather than recomputed."""
-        self._network.recompute(keep_attention=keep_attention)
+        self._network.checkpoint_activations(keep_attention=keep_attention)
 
     # Weights
 
@@ -458,7 +458,7 @@ class TrainerEngine:
         False, only help the other ranks gather weights, without yielding any. With
         `rollout.time_share`, engines wake up during this call, so tensors that don't fit alongside
         them are offloaded."""
-        if requested or self._weights.gathered:
+        if requested or self._weights.sharded:
             self._offload.load()
         self._offload.offload(weights=False)
         if requested:

@@ -86,7 +86,7 @@ class PolicyNetwork(nn.Module):
         self.temperature = config.rollout.sampling.temperature
         self._learns_mass = config.algorithm.kept_mass_coef > 0
 
-    def recompute(self, *, keep_attention: bool) -> None:
+    def checkpoint_activations(self, *, keep_attention: bool) -> None:
         """Turn on activation checkpointing. With `keep_attention`, attention outputs are kept
         rather than recomputed."""
         options = {"context_fn": attention_kept} if keep_attention else {}

@@ -130,8 +130,8 @@ class Weights:
         self._packer: BucketPacker | None = None
 
     @property
-    def gathered(self) -> bool:
-        """True if the weights are sharded, so that all ranks have to iterate over them together."""
+    def sharded(self) -> bool:
+        """True if no rank has all weights, so that all ranks have to iterate over them together."""
         return self._stage == 3 or self._experts.spread
 
     def named(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -148,7 +148,7 @@ class Weights:
 
     def gather_along(self) -> None:
         """Help gather the weights while rank 0 iterates over them."""
-        for _ in module_tensors(self._model, whole=self._whole) if self.gathered else ():
+        for _ in module_tensors(self._model, whole=self._whole) if self.sharded else ():
             pass
 
     @contextmanager
