@@ -96,16 +96,13 @@ class Learner(RankCalls):
         for rank in self._ranks:  # not waited for: the calls of `start` queue behind it
             ray_timeouts.call(rank.load_model, model_path, config)
         self._senders: list[threading.Thread] = []
-        self._version = 0
+        self.version = 0
+        """Version of the ranks' weights."""
         self.say: Callable[[str, str], object] = lambda kind, text: _LOG.warning(text)
         """Receives the kind and the text of messages about groups that are left out and steps that
         ran out of memory."""
         self.token_numbers: Mapping[int, TokenNumbers] = {}
         """Per-token values from the last step for the segments to be saved, keyed by segment."""
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     def wait_until_prepared(self) -> None:
         """Wait until every rank has imported and checked its libraries. Doesn't need a GPU."""
@@ -175,11 +172,11 @@ class Learner(RankCalls):
         reports: list[StepReport] = self._call_timed("step", arguments, STEP, steps)
         if reports[0].out_of_memory:
             raise OutOfMemory(f"{STEP} did not fit: {reports[0].out_of_memory}", dropped=True)
-        self._version = reports[0].version
+        self.version = reports[0].version
         self.token_numbers = merge_tokens([report.token_numbers for report in reports])
         findings = [finding for report in reports for finding in report.findings]
         return StepResult(
-            version=self._version,
+            version=self.version,
             metrics=merge(report.metrics for report in reports),
             findings=describe_findings(findings, examples),
             gave_up=reports[0].gave_up,
@@ -279,7 +276,7 @@ class Learner(RankCalls):
         return {name: entry for part in parts for name, entry in part.items()}
 
     def load(self, folder: Path) -> None:
-        self._version = self._with_folder("load", folder, f"loading {folder}")[0]
+        self.version = self._with_folder("load", folder, f"loading {folder}")[0]
 
     def export(self, folder: Path) -> dict[str, Entry]:
         parts = self._with_folder("export", folder, f"exporting to {folder}")
