@@ -129,13 +129,11 @@ def grpo_loss(
     Raises `ValueError` if an argument is invalid. The error names the argument and, on the CPU, the
     row (see `keel.rl.checks`).
     """
-    _check_step(sequence_tokens, total_sequences)
     require(0 <= clip_low <= 1, f"clip_low = {clip_low}: must be in [0, 1]")
     require(clip_high >= 0, f"clip_high = {clip_high}: must not be negative")
     require(kl in _ESTIMATORS, f"kl = {kl!r}: must be one of {', '.join(_ESTIMATORS)}")
     require_log_probs(logp, logp_old=logp_old, advantage=advantage)
-    require_sequences(sequence, advantage, len(sequence_tokens))
-    _check_sequence_tokens(sequence_tokens, sequence)
+    _check_sequences(sequence, advantage, sequence_tokens, total_sequences)
     weight_S = _sequence_weights(sequence_weight, sequence_tokens, logp)
     if isinstance(kl_coef, Tensor) and kl_coef.ndim == 0:
         kl_coef = kl_coef.expand_as(logp)
@@ -163,44 +161,66 @@ def grpo_loss(
     weight = weight_S[sequence] / (sequence_tokens[sequence].to(logp.dtype) * total_sequences)
     loss = (weight * (penalty - surrogate)).sum()
 
-    with torch.no_grad():
-        everywhere = torch.ones_like(keep)
-        known = ~everywhere if logp_ref is None else ~logp_ref.isnan()
-        reference = logp if logp_ref is None else torch.where(known, logp_ref, logp)
-        dropped_S = sequence.new_zeros(len(sequence_tokens)).index_add_(0, sequence, (~keep).long())
-        ratio = (logp - logp_old).clamp(-BOUND, BOUND).exp()
-        gap = (logp_old - logp).double()
-        zeros_S = gap.new_zeros(len(sequence_tokens))
-        count_S = zeros_S.index_add(0, sequence, torch.ones_like(gap))
-        fraction_S = count_S / sequence_tokens
-        gap_S = zeros_S.index_add(0, sequence, gap) / count_S.clamp(min=1)
-        gap_S = torch.where(fraction_S < 1, 0.0, gap_S)
-        far = (ratio < 1 - _FAR) | (ratio > 1 + _FAR)
-        fraction_weight_S = (fraction_S * weight_S).double()
-        ratio_max = torch.cat([ratio, ratio.new_zeros(1)]).amax().double()
-        gap_max = torch.cat([gap_S, zeros_S.new_zeros(1)]).amax()
-        means = {
-            "kl/ref": _total(_ESTIMATORS[kl](logp, logp_old, reference), known),
-            "mismatch/kl": _total(k3(logp_old, logp), everywhere),
-            "mismatch/logp_abs": _total((logp - logp_old).abs(), everywhere),
-            "mismatch/ratio_mean": _total(ratio, everywhere),
-            "mismatch/ratio_outside_fraction": _total(far, everywhere),
-            "mask/sequence_fraction": (
-                (fraction_weight_S * (dropped_S > 0)).sum(),
-                fraction_weight_S.sum(),
-            ),
-            "clip/fraction": _total(clipped, everywhere),
-        }
-        masked = mask_delta is not None
-        extremes = [ratio_max, gap_max] if masked else [ratio_max]
-        totals = torch.stack([loss.double(), *extremes, *chain(*means.values())])
+    totals, kinds = _grpo_metrics(
+        *(logp, logp_old, logp_ref, sequence, sequence_tokens, weight_S, loss, keep, clipped),
+        estimator=_ESTIMATORS[kl],
+        masked=mask_delta is not None,
+    )
+    return LossOutput(loss, totals, kinds)
+
+
+@torch.no_grad()
+def _grpo_metrics(
+    logp: Tensor,
+    logp_old: Tensor,
+    logp_ref: Tensor | None,
+    sequence: Tensor,
+    sequence_tokens: Tensor,
+    weight_S: Tensor,
+    loss: Tensor,
+    keep: Tensor,
+    clipped: Tensor,
+    *,
+    estimator: Callable[[Tensor, Tensor, Tensor], Tensor],
+    masked: bool,
+) -> tuple[Tensor, dict[str, type[Mean] | type[Sum] | type[Max]]]:
+    """Compute the metrics of `grpo_loss`, as the totals and kinds of `LossOutput`."""
+    everywhere = torch.ones_like(keep)
+    known = ~everywhere if logp_ref is None else ~logp_ref.isnan()
+    reference = logp if logp_ref is None else torch.where(known, logp_ref, logp)
+    dropped_S = sequence.new_zeros(len(sequence_tokens)).index_add_(0, sequence, (~keep).long())
+    ratio = (logp - logp_old).clamp(-BOUND, BOUND).exp()
+    gap = (logp_old - logp).double()
+    zeros_S = gap.new_zeros(len(sequence_tokens))
+    count_S = zeros_S.index_add(0, sequence, torch.ones_like(gap))
+    fraction_S = count_S / sequence_tokens
+    gap_S = zeros_S.index_add(0, sequence, gap) / count_S.clamp(min=1)
+    gap_S = torch.where(fraction_S < 1, 0.0, gap_S)
+    far = (ratio < 1 - _FAR) | (ratio > 1 + _FAR)
+    fraction_weight_S = (fraction_S * weight_S).double()
+    ratio_max = torch.cat([ratio, ratio.new_zeros(1)]).amax().double()
+    gap_max = torch.cat([gap_S, zeros_S.new_zeros(1)]).amax()
+    means = {
+        "kl/ref": _total(estimator(logp, logp_old, reference), known),
+        "mismatch/kl": _total(k3(logp_old, logp), everywhere),
+        "mismatch/logp_abs": _total((logp - logp_old).abs(), everywhere),
+        "mismatch/ratio_mean": _total(ratio, everywhere),
+        "mismatch/ratio_outside_fraction": _total(far, everywhere),
+        "mask/sequence_fraction": (
+            (fraction_weight_S * (dropped_S > 0)).sum(),
+            fraction_weight_S.sum(),
+        ),
+        "clip/fraction": _total(clipped, everywhere),
+    }
+    extremes = [ratio_max, gap_max] if masked else [ratio_max]
+    totals = torch.stack([loss.double(), *extremes, *chain(*means.values())])
     kinds = {
         "loss": Sum,
         "mismatch/ratio_max": Max,
         **({"mask/logp_gap_max": Max} if masked else {}),
         **dict.fromkeys(means, Mean),
     }
-    return LossOutput(loss, totals, kinds)
+    return totals, kinds
 
 
 def _surrogate(
@@ -228,7 +248,9 @@ def _total(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(counted, values.double(), 0.0).sum(), counted.sum().double()
 
 
-def _check_step(sequence_tokens: Tensor, total_sequences: int) -> None:
+def _check_sequences(
+    sequence: Tensor, advantage: Tensor, sequence_tokens: Tensor, total_sequences: int
+) -> None:
     require(
         sequence_tokens.ndim == 1 and sequence_tokens.dtype in (torch.int64, torch.int32),
         f"sequence_tokens is {sequence_tokens.dtype} {list(sequence_tokens.shape)}: must be int64 "
@@ -239,9 +261,7 @@ def _check_step(sequence_tokens: Tensor, total_sequences: int) -> None:
         f"total_sequences = {total_sequences}: must be at least 1 and count the "
         f"{len(sequence_tokens)} sequences of this call",
     )
-
-
-def _check_sequence_tokens(sequence_tokens: Tensor, sequence: Tensor) -> None:
+    require_sequences(sequence, advantage, len(sequence_tokens))
     require_rows("sequence_tokens", sequence_tokens, sequence_tokens > 0, "must be above 0")
     if sequence.is_cpu:
         present = torch.bincount(sequence, minlength=len(sequence_tokens))
@@ -325,10 +345,8 @@ def nll_loss(
     split. R = 0 gives a loss of 0. The metrics are `loss` and `nll`, the unweighted mean of −log p
     over tokens, in nats. Raises `ValueError` if an argument is invalid.
     """
-    _check_step(sequence_tokens, total_sequences)
     require_log_probs(logp)
-    require_sequences(sequence, torch.zeros_like(logp), len(sequence_tokens))
-    _check_sequence_tokens(sequence_tokens, sequence)
+    _check_sequences(sequence, torch.zeros_like(logp), sequence_tokens, total_sequences)
     weight_S = _sequence_weights(sequence_weight, sequence_tokens, logp)
     weight = weight_S[sequence] / (sequence_tokens[sequence].to(logp.dtype) * total_sequences)
     loss = -(weight * logp).sum()
