@@ -275,17 +275,7 @@ class TrainerEngine:
             total = batch.total_sequences
             policy = self._policy_loss(micro_batch, inputs, logp, reference, total, gaps)
             gaps.add(inputs, logp)
-            weight = None
-            if config.algorithm.kept_mass_coef > 0 and inputs.truncated:
-                # Also without probes, because all ranks need the same graph.
-                weight = inputs.head.uncut_probe_weight(config.rollout.sampling.top_k)
-            penalty, kept_mass = kept_mass_penalty(
-                output.log_mass,
-                None if weight is None else to_device(weight, self.device),
-                coef=config.algorithm.kept_mass_coef,
-                top_p=config.rollout.sampling.top_p,
-                total_sequences=total,
-            )
+            penalty, kept_mass = self._kept_mass_penalty(inputs, output.log_mass, total)
             loss = policy.loss + penalty
             if network.learning_indexers:  # a mean over tokens
                 loss = loss + output.indexer_loss * (
@@ -347,6 +337,22 @@ class TrainerEngine:
             kl=algorithm.kl,
             sequence_weight=inputs.sequence_weight_S,
             sequence_gap=gaps.sequence_gap(inputs),
+        )
+
+    def _kept_mass_penalty(
+        self, inputs: Inputs, log_mass: Tensor, total_sequences: int
+    ) -> tuple[Tensor, Tensor]:
+        algorithm, sampling = self._config.algorithm, self._config.rollout.sampling
+        weight = None
+        if algorithm.kept_mass_coef > 0 and inputs.truncated:
+            # Also without probes, because all ranks need the same graph.
+            weight = to_device(inputs.head.uncut_probe_weight(sampling.top_k), self.device)
+        return kept_mass_penalty(
+            log_mass,
+            weight,
+            coef=algorithm.kept_mass_coef,
+            top_p=sampling.top_p,
+            total_sequences=total_sequences,
         )
 
     def _split_gaps(self, batch: TrainBatch) -> SplitGaps:
