@@ -82,10 +82,11 @@ class Runtime:
             return WeightSync(self.learner, self.pool)
         return WeightSync(self.learner, self.pool, set_version=self.agents.set_version)
 
-    def submit(self, prompt: Prompt, purpose: Purpose, size: int = 0) -> Future[Group]:
-        """Sample a group of `size` completions, or use the recipe's group size if `size` is 0."""
+    def submit(self, prompt: Prompt, purpose: Purpose, size: int | None = None) -> Future[Group]:
+        """Sample a group of `size` completions, by default as many as the recipe says."""
         config = self.task.config
-        size = size or (config.algorithm.group_size if purpose == "train" else config.eval.samples)
+        if size is None:
+            size = config.algorithm.group_size if purpose == "train" else config.eval.samples
         if prompt.environment:
             assert self.agents is not None
             return self.agents.submit(prompt, group_size=size, purpose=purpose)

@@ -173,7 +173,7 @@ class TrainerEngine:
         elif config.model.lora.enabled:
             references.add_base(self._network, replays=replays)
         else:
-            device = "cpu" if references.sharded else self.device
+            device = "cpu" if references.sharding_config else self.device
             initial = self._make_network(build_from_outline(outline, load, device))
             references.add_frozen(initial, replays=replays)
             if outline:
@@ -266,7 +266,7 @@ class TrainerEngine:
         reference = self._references.logp(inputs)
         with network.keep_routing(inputs, enabled=self._replays) as replay:
             output: PolicyOutput = self._engine(inputs=inputs)
-            if inputs.padding:
+            if inputs.only_padding:
                 # Zero gradients for every parameter, so that all ranks reduce the same set.
                 nothing = output.logp.sum() + output.log_mass.sum() + 0 * output.indexer_loss
                 self._engine.backward(nothing)

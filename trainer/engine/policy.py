@@ -131,7 +131,7 @@ class PolicyNetwork(nn.Module):
         if not enabled or inputs.loss != "grpo":
             return nullcontext()
         routes = inputs.routes_NLK
-        if inputs.padding:
+        if inputs.only_padding:
             # Replays nothing, but keeps the order of modules that ZeRO-3 needs equal on all ranks.
             routers = router_modules(self.model)
             top_k = getattr(routers[0], "top_k", 0)
@@ -203,7 +203,7 @@ class Inputs:
     """True if the step has sampling masks. Has the same value on all ranks."""
 
     @property
-    def padding(self) -> bool:
+    def only_padding(self) -> bool:
         """True if the micro-batch is empty. The rank runs it only to take part in the other ranks'
         collectives."""
         return len(self.sequence_tokens_S) == 0
@@ -260,7 +260,7 @@ class Inputs:
     def gather(self, logp: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Gather the values [r] from all shards of the row into [R]. Gradients flow back only to
         this rank's own values."""
-        if self.shard.group is None or self.padding:
+        if self.shard.group is None or self.only_padding:
             return logp, reference
         values = torch.stack([logp.detach()] if reference is None else [logp.detach(), reference])
         values = self.shard.gather(values, self.own_R, len(self.logp_old_R))
@@ -415,10 +415,10 @@ class References:
     """The reference models for the KL terms, in the same order as `DataConfig.references`: the
     initial policy, or None if it is not needed, and teachers."""
 
-    def __init__(self, device: torch.device, sharded: Mapping[str, Any] | None) -> None:
-        """`sharded` is DeepSpeed's config under ZeRO-3 or expert parallelism. Every rank then has
-        to call every model. Otherwise it is None, and each rank holds full copies."""
-        self._device, self.sharded = device, sharded
+    def __init__(self, device: torch.device, sharding_config: Mapping[str, Any] | None) -> None:
+        """`sharding_config` is DeepSpeed's config under ZeRO-3 or expert parallelism. Every rank
+        then has to call every model. Otherwise it is None, and each rank holds full copies."""
+        self._device, self.sharding_config = device, sharding_config
         self._models: list[_Reference | None] = []
         self.frozen: list[PolicyNetwork] = []  # the models that have their own network
 
@@ -430,10 +430,10 @@ class References:
         experts recorded by the engine."""
         network.eval().requires_grad_(False)
         network.replays_selections = False  # uses its own indexers
-        if self.sharded is None:
+        if self.sharding_config is None:
             forward: Any = network.to(self._device)
         else:
-            forward = initialize(network, self.sharded, self._device)
+            forward = initialize(network, self.sharding_config, self._device)
         self._models.append(_Reference(network, forward, replays))
         self.frozen.append(network)
 
@@ -463,7 +463,7 @@ class References:
         logp_r = torch.full(index_r.shape, torch.nan, device=index_r.device)
         for index, model in enumerate(self._models):
             used = index_r == index
-            if model is not None and (self.sharded is not None or bool(used.any())):
+            if model is not None and (self.sharding_config is not None or bool(used.any())):
                 logp_r = torch.where(used, model.logp(inputs), logp_r)
         return logp_r
 
