@@ -59,7 +59,6 @@ def replay(run: str, words: Sequence[str]) -> None:
             base, config, gpu=gpu, actor_options=partial(seats.options, RANK) if seats else None
         )
         stack.callback(learner.shutdown)
-        learner.wait_until_prepared()
         for line in learner.start():
             print(f"warning: {line}")
         if start:

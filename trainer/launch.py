@@ -230,7 +230,6 @@ def launch(
         with waiting(actors):
             engines, warnings = threads.submit(pool.start), list[str]()
             if ranks is not None:
-                ranks.wait_until_prepared()
                 if shared and not together:  # ranks take memory when the engines have theirs
                     _await_engines(engines, watchdog)
                 started = threads.submit(ranks.start)
@@ -274,7 +273,6 @@ def launch_sft(task: SftTask, say: _Say, *, layouts: ElasticLayouts) -> Iterator
         )
         stack.callback(learner.shutdown)
         with waiting(f"starting {config.trainer.ranks} trainer rank(s)"):
-            learner.wait_until_prepared()
             warnings = learner.start()
         for line in warnings:
             say(f"warning: {line}")

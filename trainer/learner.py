@@ -92,9 +92,8 @@ class Learner(RankCalls):
         super().__init__(ranks, config, direct=direct)
         self._model_path, self._put_to_sleep = model_path, put_to_sleep
         self._oom_recovery = oom_recovery
-        self._prepared = [ray_timeouts.call(rank.prepare) for rank in self._ranks]
         for rank in self._ranks:  # not waited for: the calls of `start` queue behind it
-            ray_timeouts.call(rank.load_model, model_path, config)
+            ray_timeouts.call(rank.prepare, model_path, config)
         self._senders: list[threading.Thread] = []
         self.version = 0
         """Version of the ranks' weights."""
@@ -103,12 +102,6 @@ class Learner(RankCalls):
         ran out of memory."""
         self.token_numbers: Mapping[int, TokenNumbers] = {}
         """Per-token values from the last step for the segments to be saved, keyed by segment."""
-
-    def wait_until_prepared(self) -> None:
-        """Wait until every rank has imported and checked its libraries. Doesn't need a GPU."""
-        seconds = self._config.run.startup_timeout_s
-        what = "loading the trainer's libraries"
-        self._wait(self._prepared, CallDeadline(what, seconds, "run.startup_timeout_s"))
 
     def start(self) -> list[str]:
         """Load the model on every rank within `run.startup_timeout_s`. Returns the notes from rank
@@ -365,24 +358,17 @@ class TrainerWorker:
         self._sender: Sender | None = None
         self._packed: list[TrainBatch] = []
 
-    def prepare(self) -> None:
-        """Import and check the libraries. Takes a few seconds and uses no GPU memory."""
-        with heavy_imports():
-            pass
-        from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
+    def prepare(self, model_path: str, config: Config) -> None:
+        """Import the libraries, and load the model into host memory if this rank has to read it
+        (see `read_once`). Uses no GPU memory."""
+        with heavy_imports():  # the driver imports this module
+            import torch  # noqa: PLC0415
+            from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
-        from keel.trainer.engine.deepspeed_internals import check_libraries  # noqa: PLC0415
+            from keel.model.load import load_policy  # noqa: PLC0415
+            from keel.trainer.engine.zero import compute_dtype  # noqa: PLC0415
 
         disable_progress_bar()
-        check_libraries()
-
-    def load_model(self, model_path: str, config: Config) -> None:
-        """Load the model into host memory if this rank has to read it (see `read_once`)."""
-        import torch  # noqa: PLC0415  (the driver imports this module)
-
-        from keel.model.load import load_policy  # noqa: PLC0415
-        from keel.trainer.engine.zero import compute_dtype  # noqa: PLC0415
-
         dtype = compute_dtype(config, torch.device("cuda" if self._gpu else "cpu"))
         if self._rank < config.trainer.reading_ranks:
             torch.manual_seed(config.run.seed)  # for weights missing from the folder

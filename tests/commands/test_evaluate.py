@@ -274,8 +274,6 @@ class FakeLearner:
         self.events: list[Any] = [model, config.trainer.lr]
         FakeLearner.made.append(self)
 
-    def wait_until_prepared(self) -> None: ...
-
     def start(self) -> list[str]:
         return []
 
