@@ -93,9 +93,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Files(config, log)
 
 
+SLOWEST = (
+    "tests/e2e/test_in_process",
+    "tests/e2e/test_command",
+    "tests/trainer/engine",
+    "tests/e2e",
+)
+"""The files that take longest, in an order in which those that wait run beside those that compute.
+"""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run slow tests first, so that no process ends with one of them."""
-    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
+
+    def order(item: pytest.Item) -> tuple[bool, int]:
+        starts = map(item.nodeid.startswith, SLOWEST)
+        slow = item.get_closest_marker("e2e") is not None
+        return not slow, next((n for n, match in enumerate(starts) if match), len(SLOWEST))
+
+    items.sort(key=order)
 
 
 def pytest_collection_finish() -> None:

@@ -4,6 +4,7 @@ tests/trainer/placement/test_families.py covers the supported families."""
 
 import json
 import resource
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,12 +145,17 @@ MAX_S = 60.0
 MAX_BYTES = 2 * 2**30
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, tokenizer = tmp_path_factory.mktemp("model"), build_tokenizer()
+    build("qwen3", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    tokenizer = build_tokenizer()
-    build("qwen3", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    return tmp_path
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
 
 
 def checked(folder: Path) -> None:

@@ -210,18 +210,28 @@ COLOCATED = {
 
 
 @pytest.mark.parametrize(
-    ("machine", "device", "layout"),
+    ("machine", "device", "layout", "refused"),
     [
-        (Machine(gpus=1, gib=139.0), "auto", {"rollout.gpu_memory_utilization": 0.85}),
-        (Machine(gpus=8, gib=80.0), "gpu", {"trainer.ranks": 4, "trainer.zero_stage": 3}),
-        (Machine(gpus=1, nodes=2, gib=16.0), "auto", {**COLOCATED, "rollout.time_share": True}),
-        (Machine(gpus=1, nodes=2, gib=16.0), "gpu", {**COLOCATED, "rollout.time_share": True}),
-        (Machine(gpus=2, gib=48.0), "auto", COLOCATED),
-        (Machine(gpus=2, gib=4.0), "gpu", {"rollout.gpu_memory_utilization": 0.97}),
+        (Machine(gpus=1, gib=139.0), "auto", {"rollout.gpu_memory_utilization": 0.85}, ""),
+        (Machine(gpus=8, gib=80.0), "gpu", {"trainer.ranks": 4, "trainer.zero_stage": 3}, ""),
+        (Machine(gpus=1, nodes=2, gib=16.0), "auto", {**COLOCATED, "rollout.time_share": True}, ""),
+        (Machine(gpus=1, nodes=2, gib=16.0), "gpu", {**COLOCATED, "rollout.time_share": True}, ""),
+        (Machine(gpus=2, gib=48.0), "auto", COLOCATED, ""),
+        (
+            Machine(gpus=2, gib=4.0),
+            "gpu",
+            {"rollout.gpu_memory_utilization": 0.97},
+            "an engine's GPU needs 4.2 GiB",
+        ),
     ],
 )
 def test_check_refuses_what_train_refuses(
-    machine: Machine, device: str, layout: dict[str, Any], dataset: Dataset, tmp_path: Path
+    machine: Machine,
+    device: str,
+    layout: dict[str, Any],
+    refused: str,
+    dataset: Dataset,
+    tmp_path: Path,
 ) -> None:
     path = write_recipe(tmp_path)
     plain = [f"run.device={device}", *(f"{k}={str(v).lower()}" for k, v in layout.items())]
@@ -229,6 +239,7 @@ def test_check_refuses_what_train_refuses(
     hardware += [f"run.nodes={machine.nodes}"]
     with on(machine, dataset, DENSE):
         trained, _ = verdict("train", path, plain)
+        assert trained == refused
         assert verdict("train", path, [*plain, *hardware])[0] == trained
         assert verdict("check", path, plain)[0] == trained
     with on(NOTHING, dataset, DENSE):
@@ -239,11 +250,3 @@ def test_check_refuses_what_train_refuses(
         peaks = re.findall(r"peak ([\d.]+) GiB", memory)  # time sharing: parts are not held at once
         shown = [float(number) for number in peaks or re.findall(r"([\d.]+) GiB", memory)]
         assert shown and max(shown) <= machine.gib, memory
-
-
-def test_both_verdicts_occur(dataset: Dataset, tmp_path: Path) -> None:
-    path = write_recipe(tmp_path)
-    with on(Machine(gpus=1, nodes=1, gib=80.0), dataset, DENSE):
-        assert verdict("train", path, [])[0] == ""
-        for refused in ("trainer.ranks=2", "rollout.gpu_memory_utilization=0.02"):
-            assert verdict("train", path, [refused])[0]
