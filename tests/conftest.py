@@ -64,19 +64,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 TOGETHER = (
-    re.compile(r"tests/trainer/engine/test_(engine|windows|expert_parallel|hpz)"),
+    re.compile(r"tests/trainer/engine/test_(engine|windows|expert_parallel|hpz|one_rank)"),
     re.compile(
         r"tests/(rollout/(engine/test_(head_dtype|engine_args|vllm_engine)"
         r"|recording/test_(v1|hybrid)|vllm_fast)|weights/test_updates)"
     ),
-    re.compile(
-        r"tests/(e2e/test_(in_process|lost_node)|weights/test_sender"
-        r"|trainer/(placement/test_ray|test_(learner|recordings)_on_ray|test_work_nodes))"
-    ),
-    re.compile(r"tests/(model/test_fp8|rollout/engine/test_jobs|weights/test_pack)"),
+    re.compile(r"tests/(model/test_fp8|rollout/engine/test_jobs|weights/test_(load_tracer|pack))"),
 )
-"""Groups of files for one process each: three fork from a preloaded server (tests/forked.py and
-tests/ray_workers.py), and the last one loads vLLM, so that other processes do not."""
+"""Groups of files for one process each: two fork from a preloaded server (tests/forked.py), and the
+last one loads vLLM, so that other processes do not."""
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -35,7 +35,6 @@ from tests.trainer.engine.batches import MOST_KEPT, Rollouts
 if TYPE_CHECKING:
     from keel.trainer.engine.engine import TrainerEngine
 
-STAGES = (0, 1, 2, 3)
 STEPS = 3
 SAVED_AFTER = 2
 ROOMY, TIGHT = 4096, 32
