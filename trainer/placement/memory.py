@@ -19,7 +19,7 @@ GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FP8_BYTES = 1 + 4 / 128**2  # per weight, with a float32 scale per block
 _ENGINE_PROCESS_GIB, _TRAINER_PROCESS_GIB = 1.3, 1.2  # on a CPU, with vLLM or DeepSpeed loaded
-ENGINE_CUDA_GIB, TRAINER_CUDA_GIB = 1.5, 1.3
+ENGINE_CUDA_GIB, _TRAINER_CUDA_GIB = 1.5, 1.3
 """GPU memory for the CUDA context, kernels, NCCL and CUDA graphs. The value for engines is assumed,
 the one for ranks is measured."""
 STEP_PARTS = ("activations", "experts' tokens", "merged experts", "support head", "new gradients")
@@ -293,7 +293,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     parts[_JOINED] = max(0.0, update_copy_bytes(config, parts, gpu=gpu) - of_a_step)
     if gpu:
         parts["unused"] = _TRAINER_UNUSED_GIB * GIB
-        parts["CUDA"] = TRAINER_CUDA_GIB * GIB
+        parts["CUDA"] = _TRAINER_CUDA_GIB * GIB
     else:
         parts["process"] = _TRAINER_PROCESS_GIB * GIB
     return Memory(parts=parts)
@@ -513,7 +513,7 @@ def staying_gib(config: Config, memory: Memory) -> float:
 
 
 def _fixed_gib(config: Config) -> float:
-    return TRAINER_CUDA_GIB + config.trainer.publish_bucket_mib / 1024
+    return _TRAINER_CUDA_GIB + config.trainer.publish_bucket_mib / 1024
 
 
 def host_bytes(config: Config, facts: ModelFacts, plan: OffloadPlan) -> float:

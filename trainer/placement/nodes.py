@@ -178,7 +178,7 @@ def cluster_nodes(*, gpus: bool = True) -> list[Node]:
     return sorted(nodes, key=lambda node: (-node.gpus, node.name, node.id))
 
 
-def memory_gib() -> float:
+def _memory_gib() -> float:
     sizes = [psutil.virtual_memory().total]
     for path in _MEMORY_LIMITS:
         with suppress(OSError, ValueError):  # no file, or "max"
@@ -226,7 +226,7 @@ def _detect_nodes() -> list[Node]:
             stop_ray()
     gpus, cores, host = _visible_gpus(), available_cores(), socket.gethostname()
     node = Node(name=host, gpus=gpus, cpus=cores, free_gpus=gpus, free_cpus=cores)
-    return [replace(node, memory_gib=memory_gib())] if gpus else []
+    return [replace(node, memory_gib=_memory_gib())] if gpus else []
 
 
 def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:

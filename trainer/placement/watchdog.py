@@ -10,6 +10,7 @@ a cluster, an actor on each node polls them.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
@@ -121,29 +122,30 @@ class _HangDetector:
         self._stopped_s: dict[psutil.Process, float] = {}
         """How long each stopped process has been stopped."""
         self._clock, self._host = ray_timeouts.PollClock(_POLL_S, clock), socket.gethostname()
+        self._elapsed_s, self._messages = 0.0, list[str]()
+        """Seconds since the last poll, and the messages of the current one."""
 
     def poll(self) -> _NodeHealth:
-        elapsed_s, messages, failure = self._clock.elapsed(), list[str](), ""
+        self._elapsed_s, self._messages, failure = self._clock.elapsed(), [], ""
         for name, process in self._ray.items():
             subject = f"{name} (process {process.pid} on {self._host})"
-            timeout_s, consequence = min(self._timeout_s, _RAY_HANG_S), "Ray is abandoned"
             hang = f"{subject} is gone"
             if not has_exited(process):
-                hang = self._check(process, subject, timeout_s, consequence, elapsed_s, messages)
+                hang = self._check(process, subject, _RAY_HANG_S, "Ray is abandoned")
             failure = failure or hang
         with suppress(psutil.NoSuchProcess):
-            self._check_actors(elapsed_s, messages)
+            self._check_actors()
         if failure and has_exited(self._raylet):
             self.kill_all()  # a stopped actor would outlive its raylet
         return _NodeHealth(
-            actors=tuple(self._actors), messages=tuple(messages), ray_failure=failure
+            actors=tuple(self._actors), messages=tuple(self._messages), ray_failure=failure
         )
 
     def kill_all(self) -> None:
         actors = [actor for actor in self._actors.values() if actor.pid != os.getpid()]
         kill([process for actor in actors for process in _tree(actor)])
 
-    def _check_actors(self, elapsed_s: float, messages: list[str]) -> None:
+    def _check_actors(self) -> None:
         processes = self._raylet.children(recursive=True)
         # A known name is kept, because a process's environment may become unreadable.
         names = {process: self._names.get(process) or self._name(process) for process in processes}
@@ -162,37 +164,29 @@ class _HangDetector:
             subject = f"{names[process]} (process {actor.pid} on {self._host})"
             if process != actor:
                 subject += f" waits for its process {process.pid}, which"
-            hang = self._check(
-                process, subject, self._timeout_s, "it is killed", elapsed_s, messages
-            )
-            if hang:
-                messages.append(f"{hang}, and was killed{kill(_tree(actor))}")
+            if hang := self._check(process, subject, math.inf, "it is killed"):
+                self._messages.append(f"{hang}, and was killed{kill(_tree(actor))}")
                 self._stopped_s.pop(process)  # retry later if it survived
 
     def _check(
-        self,
-        process: psutil.Process,
-        subject: str,
-        timeout_s: float,
-        consequence: str,
-        elapsed_s: float,
-        messages: list[str],
+        self, process: psutil.Process, subject: str, limit_s: float, consequence: str
     ) -> str:
-        """Describe a hang that has lasted for at least `timeout_s` (0 means no limit), or return an
-        empty string. A shorter hang only adds one warning to `messages`."""
+        """Describe a hang that has lasted for at least `limit_s` or `hang_timeout_s`, or return an
+        empty string. A shorter hang only adds one warning to the messages."""
+        timeout_s = min(self._timeout_s, limit_s)
         before = self._stopped_s.pop(process, 0.0)
         try:
             if process.status() != psutil.STATUS_STOPPED:  # not even one in a debugger
                 return ""
         except psutil.NoSuchProcess:
             return ""
-        now = self._stopped_s[process] = before + elapsed_s
+        now = self._stopped_s[process] = before + self._elapsed_s
         hang = f"{subject} has been stopped (SIGSTOP) for {now:.0f} s"
         if timeout_s and now >= timeout_s:
             return hang
         if before < _WARN_S <= now:
             future = f"After {timeout_s:g} s {consequence}" if timeout_s else "It is left alone"
-            messages.append(f"{hang}. {future} (run.hang_timeout_s)")
+            self._messages.append(f"{hang}. {future} (run.hang_timeout_s)")
         return ""
 
     def _name(self, process: psutil.Process) -> str:

@@ -268,9 +268,8 @@ class RunFolder:
 
     def check_heldout(self, step: int) -> None:
         """Raise ConfigError if `alarms.stop_below` ended the run at or before `step`."""
-        limits = self._config.alarms.stop_below
-        evaluations = self.evaluations() if limits else {}
-        for name, limit in limits.items():
+        evaluations = self.evaluations()
+        for name, limit in self._config.alarms.stop_below.items():
             points = [p for p in evaluations.get(f"{name}/pass@1", []) if 0 < p[0] <= step]
             if points and points[-1][1] < limit:
                 at, value = points[-1]

@@ -34,7 +34,7 @@ engines and trainer), `alarm`, `engine` (an engine was restarted), `frozen` (a p
 `node` (changes of the cluster's nodes), `out of memory` (a step is retried with less memory),
 `tracker`, and `end` (the error that ended the run). If a step is repeated, its events are recorded
 again."""
-GPU_HOURS, _TRAINING, _SAMPLING = "cost/gpu_hours", "cost/train_flops", "cost/rollout_flops"
+_GPU_HOURS, _TRAINING, _SAMPLING = "cost/gpu_hours", "cost/train_flops", "cost/rollout_flops"
 _TOKENS = {_TRAINING: "train/tokens", _SAMPLING: "rollout/tokens"}
 HEADER = ("", "GPU-hours", "training FLOPs", "sampling FLOPs", "share of FLOPs")
 
@@ -48,7 +48,7 @@ class CostRates:
     rollout_flops: float  # FLOPs for each token in an engine
 
     def metrics(self, numbers: Mapping[str, float], seconds: float) -> dict[str, float]:
-        costs = {GPU_HOURS: self.gpus * seconds / 3600}
+        costs = {_GPU_HOURS: self.gpus * seconds / 3600}
         flops = {_TRAINING: self.train_flops, _SAMPLING: self.rollout_flops}
         return costs | {
             name: flops[name] * numbers[tokens]
@@ -332,7 +332,7 @@ def steps_of(path: Path) -> dict[int, dict[str, Any]]:
 def _total_costs(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     totals: dict[str, float] = {}
     for part in parts:
-        for name in (GPU_HOURS, *_TOKENS):
+        for name in (_GPU_HOURS, *_TOKENS):
             if name in part:
                 totals[name] = totals.get(name, 0.0) + part[name]
     return totals
@@ -351,7 +351,7 @@ def cost_rows(runs: Mapping[str, Mapping[str, float]]) -> list[Sequence[str]]:
     def row(name: str, costs: Mapping[str, float]) -> Sequence[str]:
         trained, sampled = costs.get(_TRAINING, 0.0), costs.get(_SAMPLING, 0.0)
         share = (trained + sampled) / flops if flops else 0.0
-        hours = f"{costs.get(GPU_HOURS, 0.0):.3g}"
+        hours = f"{costs.get(_GPU_HOURS, 0.0):.3g}"
         return (name, hours, f"{trained:.2e}", f"{sampled:.2e}", f"{share:.1%}")
 
     return [HEADER, *(row(*item) for item in runs.items()), row("together", every)]

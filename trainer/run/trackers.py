@@ -236,9 +236,11 @@ class _TrackerThread:
         self.name, self._make, self._folder, self._knobs = name, make, folder, knobs
         self._say, self._retry_s, self._hang_s = say, retry_s, hang_s
         self._file = folder / "trackers" / f"{name}.json"
-        self._sent = {"id": "", "step": -1, "events": 0, **_read_state(self._file)}
+        self._sent: dict[str, Any] = {"id": "", "step": -1, "events": 0}
         """The tracker's id of the run, the last step sent to it, and the number of events sent to
         it."""
+        with suppress(OSError, ValueError):  # no file, or one cut by a power failure
+            self._sent |= json.loads(self._file.read_text())
         self._tracker: _Tracker | None = None
         self._remedy = ""
         self._metrics, self._events = folder / "metrics.jsonl", folder / "events.jsonl"
@@ -361,14 +363,6 @@ def has_abandoned_threads() -> bool:
     """Return True if an abandoned thread is still running, which can crash the interpreter at
     exit."""
     return any(thread.name.startswith(_ABANDONED) for thread in threading.enumerate())
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        state = json.loads(path.read_text())
-        if isinstance(state, dict):
-            return state
-    return {}
 
 
 def _close_threads(
