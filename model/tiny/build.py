@@ -178,7 +178,7 @@ def _content_key(config: TinyModelConfig, curriculum: Curriculum, *, device: str
         "sources": [
             [s.source, s.task, dict(s.params), s.weight, s.thinking, system_of(s)] for s in sources
         ],
-        "heldout": sorted(set(curriculum.heldout_questions)),
+        "heldout": sorted(curriculum.heldout_questions),
         "demonstrations": [
             [s.name, e.target, dict(e.arguments), e.demonstrations, script_digest(s)]
             for s in sources

@@ -14,7 +14,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -63,7 +63,6 @@ class _ScriptedPair(Protocol):
 
 
 _Metadata = Mapping[str, Any]
-_Demonstrate = Callable[[str, int], Sequence[_ScriptedPair]]
 Progress = Callable[[int, float, float], None]
 """Called after each step with the number of steps, the loss in nats per token, and the seconds."""
 
@@ -74,8 +73,8 @@ class Curriculum:
 
     seed: int
     sources: Sequence[SourceConfig] = ()
-    heldout_questions: Collection[str] = ()
-    demonstrate: _Demonstrate | None = None
+    heldout_questions: Set[str] = frozenset()
+    demonstrate: Callable[[str, int], Sequence[_ScriptedPair]] | None = None
     """Returns scripted conversations. It must be picklable for training on a GPU."""
     tools_in_thinking: Collection[str] = ()
     """Sources whose tool calls are placed inside the thinking (see `_conversation_ids`)."""
@@ -230,22 +229,22 @@ def _scripted_examples(
         if not pairs:
             raise ValueError("the script made no conversation")
         for pair in pairs:
-            known, both = {tool.name for tool in pair.tools}, list[_MaskedIds]()
+            known, solutions = {tool.name for tool in pair.tools}, list[_MaskedIds]()
             for messages in (pair.worked, pair.hasty):
                 calls = [call for m in messages for call in m.get("tool_calls") or ()]
                 if unknown := {call["function"]["name"] for call in calls} - known:
                     raise ValueError(f"calls {sorted(unknown)}; the tools are {sorted(known)}")
-                ids, learned = _conversation_ids(
+                solution = _conversation_ids(
                     tokenizer,
                     messages,
                     pair.tools,
                     thinking=source.thinking,
                     tools_in_thinking=tools_in_thinking,
                 )
-                if max_context is not None and len(ids) > max_context:
-                    raise ValueError(f"{len(ids)} tokens, model.tiny.max_context = {max_context}")
-                both.append(_MaskedIds(ids, learned))
-            examples.append(_ExamplePair(*both))
+                if max_context is not None and (size := len(solution.ids)) > max_context:
+                    raise ValueError(f"{size} tokens, model.tiny.max_context = {max_context}")
+                solutions.append(solution)
+            examples.append(_ExamplePair(*solutions))
     return examples
 
 
@@ -264,8 +263,7 @@ def _question_examples(
     ]
     if not entries:
         return []
-    heldout = frozenset(curriculum.heldout_questions)
-    entries = [entry for entry in entries if entry["question"] not in heldout]
+    entries = [e for e in entries if e["question"] not in curriculum.heldout_questions]
     if not entries:
         raise ConfigError(
             f"data.sources[{source.name}]: every question of the cold start is held out. "
@@ -405,7 +403,7 @@ def _conversation_ids(
     *,
     thinking: bool,
     tools_in_thinking: bool = False,
-) -> tuple[list[int], list[bool]]:
+) -> _MaskedIds:
     """Tokenize a conversation the way rollouts do, by appending each turn to the ids of the earlier
     ones. Returns the ids up to the last assistant turn, along with a mask of the assistant's
     tokens. If `tools_in_thinking` is set, a turn with calls leaves its thinking block open for the
@@ -449,7 +447,7 @@ def _conversation_ids(
         add(turn + end, sampled=True)
     if not ids:
         raise ValueError("the conversation has no assistant turn to learn from")
-    return ids, by_policy
+    return _MaskedIds(ids, by_policy)
 
 
 def _with_calls_in_thinking(message: Mapping[str, Any], turn: str, *, continues: bool) -> str:

@@ -171,7 +171,8 @@ def test_cache_is_deterministic_and_reused(tmp_path: Path, monkeypatch: pytest.M
 
 def test_content_key_covers_what_weights_depend_on() -> None:
     def key(config: TinyModelConfig = TINY, seed: int = 0, heldout: tuple[str, ...] = ()) -> str:
-        return _content_key(config, curriculum(SPELLING, seed=seed, heldout_questions=heldout))
+        named = curriculum(SPELLING, seed=seed, heldout_questions=frozenset(heldout))
+        return _content_key(config, named)
 
     keys = {
         key(),
