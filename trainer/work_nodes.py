@@ -216,6 +216,8 @@ class WorkNodes(WorkerPool):
         self._not_before: dict[str, float] = {}
         """The time from which each lost node can be used again."""
         self._reported = 0
+        self._missing = ""
+        """The names in `run.cpu_node_names` that no node has."""
         self._lock, self._stopping = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         self._numbers = count()
@@ -368,7 +370,16 @@ class WorkNodes(WorkerPool):
         """Start actors on new nodes, and check that the other nodes respond."""
         from keel.trainer.placement.nodes import cluster_nodes  # noqa: PLC0415  (loads torch)
 
-        alive = {node.id: node for node in cluster_nodes(gpus=False) if node.id != self._here.id}
+        found, names = cluster_nodes(gpus=False), self._config.run.cpu_node_names
+        missing = ", ".join(sorted({*names} - {node.name for node in found}))
+        if missing and missing != self._missing:
+            self.say(f"run.cpu_node_names: the cluster has no node {missing}")
+        self._missing = missing
+        alive = {
+            node.id: node
+            for node in found
+            if node.id != self._here.id and (not names or node.name in names)
+        }
         for node in list(self._nodes.values()):
             if node.id not in alive:
                 self.lose(node, "Ray has lost it")

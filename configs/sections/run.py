@@ -32,6 +32,8 @@ class RunConfig(Section, path="run"):
     cpu_nodes: int = knob(0, ge=0, resumable=True)
     """Maximum number of nodes that run reward workers, sandboxes and environments. 0: all with free
     CPU cores. 1: only the one where `keel train` runs. docs/clusters.md"""
+    cpu_node_names: tuple[str, ...] = knob((), resumable=True)
+    """Host names of the other nodes that `cpu_nodes` may use. Empty: any."""
     resume: Literal["auto", "never"] = knob("auto", resumable=True)
     """auto: resume from the last checkpoint in `dir`. never: refuse a `dir` that has one."""
     eval_every: int = knob(0, ge=-1, resumable=True)

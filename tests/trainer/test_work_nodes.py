@@ -42,6 +42,7 @@ from keel.rl.turns import ToolCall, TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
 from keel.rollout.spec import EngineError
 from keel.trainer.build_agents import episode_runner
+from keel.trainer.placement.hardware import Node
 from keel.trainer.placement.nodes import QUOTED_PYTHON
 from keel.trainer.work_nodes import WorkNodes, _Node, _NodeWorker
 from tests.agents.scripted import CHAT, Policy
@@ -264,6 +265,23 @@ def test_nodes_add_up(cluster: Cluster, folder: Path, monkeypatch: pytest.Monkey
             wait_for(lambda before=before: len(nodes.others) < before, "the loss")
             print(f"a lost node is noticed after {time.monotonic() - start:.1f} s")
     assert min(shares) > 0.6, shares
+
+
+def test_recipe_names_the_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        Node(name=name, id=name * 2, gpus=0, cpus=4, free_gpus=0, free_cpus=4) for name in "abc"
+    ]
+    monkeypatch.setattr("keel.trainer.placement.nodes.cluster_nodes", lambda gpus: found)
+    said: list[str] = []
+    recipe = config(folder, cpu_node_names=("a", "c", "d"))
+    nodes = WorkNodes(recipe, say=said.append, log=None, runs_code=False)
+    started: list[str] = []
+    monkeypatch.setattr(nodes, "_start", lambda name, host, workers: started.append(host))
+    nodes._poll_nodes(0.0)
+    nodes._poll_nodes(1.0)
+    nodes.close()
+    assert set(started) == {"a", "c"}
+    assert said == ["run.cpu_node_names: the cluster has no node d"]
 
 
 def test_silent_node_is_given_up(
