@@ -196,7 +196,7 @@ def launch(
         shared = bool(seats and seats.placement.shared)
         together = shared and can_start_together(config, task.facts, task.hardware.gpu_gib)
         cache = 0
-        if together or config.rollout.quantization:
+        if together or config.rollout.quantization or config.algorithm.keep_selection:
             cache = guaranteed_cache_bytes(config, task.facts, task.hardware.gpu_gib)
         options = partial(seats.options, ENGINE) if seats else None
         spec = EngineSpec.of(config, model, cache_bytes=cache)

@@ -189,7 +189,8 @@ class LayoutSearch:
             at_once = max(at_once, config.max_episodes())
         waves = [min(_MAX_SEQUENCES, 8 * math.ceil(at_once / engines / n / 8)) for n in _WAVES]
         most = waves[0]
-        one = memory.kv_token_bytes(config, self._facts) * config.max_context
+        one = memory.kv_token_bytes(config, self._facts)
+        one = (one + memory.selection_bytes(config, self._facts)) * config.max_context
         if _EVAL_SEQUENCES * one <= _SMALL_CACHE * self.hardware.gpu_gib * GIB:
             most = max(most, _EVAL_SEQUENCES)
         less = (64, 32, 16, 8, 4, 2, 1) if fewer else ()
@@ -431,7 +432,7 @@ class LayoutSearch:
             fits = not shared or config.rollout.time_share
             return {} if fits or config.rollout.gpu_memory_utilization * size <= most else None
         engine = memory.engine_memory(config, self._facts, gpu=True)
-        cache = engine.parts["KV cache"]
+        cache = memory.cache_bytes(engine)
         required = memory.ENGINE_SPARE * (engine.total - cache) + _KV_SPARE * cache
         required = math.ceil(100 * (required / GIB + memory.ENGINE_SPARE_GIB) / size)
         hundredths = min(required, math.floor(100 * most / size + 1e-9))

@@ -5,7 +5,7 @@ The estimates are computed from the model's config. docs/scaling.md compares the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -22,7 +22,14 @@ _ENGINE_PROCESS_GIB, _TRAINER_PROCESS_GIB = 1.3, 1.2  # on a CPU, with vLLM or D
 ENGINE_CUDA_GIB, _TRAINER_CUDA_GIB = 1.5, 1.3
 """GPU memory for the CUDA context, kernels, NCCL and CUDA graphs. The value for engines is assumed,
 the one for ranks is measured."""
-STEP_PARTS = ("activations", "experts' tokens", "merged experts", "support head", "new gradients")
+STEP_PARTS = (
+    "activations",
+    "experts' tokens",
+    "merged experts",
+    "support head",
+    "recordings",
+    "new gradients",
+)
 """The parts of a rank's memory that are used only during forward and backward passes."""
 _JOINED = "gradients joined"
 """Memory that an update needs beyond what the activations have freed."""
@@ -79,9 +86,11 @@ class Memory:
         inside = " + ".join(f"{name} {gib(size)}" for name, size in self.parts.items() if size > 0)
         return f"{gib(self.total)} each ({inside})"
 
-    def largest_first(self, but: str = "") -> str:
+    def largest_first(self, but: Collection[str] = ()) -> str:
         parts = sorted(self.parts.items(), key=lambda part: -part[1])
-        return ", ".join(f"{name} {gib(size)}" for name, size in parts if size > 0 and name != but)
+        return ", ".join(
+            f"{name} {gib(size)}" for name, size in parts if size > 0 and name not in but
+        )
 
 
 def gib(size: float) -> str:
@@ -102,6 +111,13 @@ def kv_token_bytes(config: Config, facts: ModelFacts) -> float:
     # vLLM's indexers cache keys in FP8, with a float32 scale, on every GPU of an engine.
     index = facts.index_width + 4 if facts.index_top_k else 0
     return layers * (facts.kv_width * BYTES[config.engine_dtype] / shares + index)
+
+
+def selection_bytes(config: Config, facts: ModelFacts) -> int:
+    """Return the bytes per token of the recorded selections of sparse attention, which are a bitmap
+    of the context for each layer, in words of 32 bits."""
+    recorded = config.algorithm.keep_selection and 0 < facts.index_top_k < config.max_context
+    return facts.layers * 4 * -(-config.max_context // 32) * recorded
 
 
 def engine_layer_bytes(config: Config) -> float:
@@ -139,6 +155,8 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
             * (width + (width + 1) / rollout.tensor_parallel)
             * (facts.expert_parameters / max(1, facts.moe_layers)),
             "KV cache": kv_token_bytes(config, facts) * tokens + states,
+            # Of every token in the cache, on each GPU (keel.rollout.recording.selection).
+            "selections": selection_bytes(config, facts) * tokens,
             "activations": layer,
             "sampler": _SAMPLER_BYTES * rollout.max_num_seqs * facts.vocab_size,
             "CUDA": ENGINE_CUDA_GIB * GIB,
@@ -146,20 +164,33 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     )
 
 
+def needs_fixed_cache(config: Config, memory: Memory) -> bool:
+    """Return True if vLLM can't measure the memory for its KV cache, because the cache would take
+    the memory that updates of quantized weights or recorded selections need."""
+    return bool(config.rollout.quantization) or memory.parts["selections"] > 0
+
+
+def cache_bytes(memory: Memory) -> float:
+    """Return the size of an engine's KV cache, including the recorded selections of its tokens."""
+    return memory.parts["KV cache"] + memory.parts["selections"]
+
+
 def cached_sequences(config: Config, memory: Memory, gpu_gib: float) -> int:
     """Return how many full-length completions fit in an engine's KV cache. Raises DoesNotFit if not
     even one fits."""
     share = config.rollout.gpu_memory_utilization
-    one = memory.parts["KV cache"] / engine_sequences(config)
-    room = cache_room(config, memory, gpu_gib, reserve=bool(config.rollout.quantization))
+    one = cache_bytes(memory) / engine_sequences(config)
+    reserved = needs_fixed_cache(config, memory)
+    room = cache_room(config, memory, gpu_gib, reserve=reserved)
     sequences = int(room / one) if one else engine_sequences(config)
     if sequences < 1:
         budget = share * gpu_gib * GIB
-        parts = memory.largest_first(but="KV cache")
-        reserve = budget - room - (memory.total - memory.parts["KV cache"])
-        parts += f", reserve {gib(reserve)}" * bool(config.rollout.quantization)
+        parts = memory.largest_first(but=("KV cache", "selections"))
+        cached = "KV cache" + " and selections" * (memory.parts["selections"] > 0)
+        reserve = budget - room - (memory.total - cache_bytes(memory))
+        parts += f", reserve {gib(reserve)}" * reserved
         raise DoesNotFit(
-            f"an engine's GPU needs {gib(budget - room + one)} ({parts}, KV cache of one "
+            f"an engine's GPU needs {gib(budget - room + one)} ({parts}, {cached} of one "
             f"trajectory {gib(one)}), and rollout.gpu_memory_utilization = {share:g} of a GPU "
             f"(run.gpu_gib) is {gib(budget)}",
             "engine",
@@ -168,9 +199,10 @@ def cached_sequences(config: Config, memory: Memory, gpu_gib: float) -> int:
 
 
 def cache_room(config: Config, memory: Memory, gpu_gib: float, *, reserve: bool) -> float:
-    """Return how many bytes of an engine's share of its GPU remain for the KV cache. A `reserve`
-    for errors of the estimate is needed if vLLM does not measure its memory use."""
-    rest = memory.total - memory.parts["KV cache"]
+    """Return how many bytes of an engine's share of its GPU remain for the KV cache and the
+    selections of its tokens. A `reserve` for errors of the estimate is needed if vLLM does not
+    measure its memory use."""
+    rest = memory.total - cache_bytes(memory)
     if reserve:
         rest = ENGINE_SPARE * rest + ENGINE_SPARE_GIB * GIB
     return config.rollout.gpu_memory_utilization * gpu_gib * GIB - rest
@@ -180,14 +212,14 @@ def guaranteed_cache_bytes(config: Config, facts: ModelFacts, gpu_gib: float) ->
     """Return how many bytes are guaranteed to be available for an engine's KV cache, or 0 if they
     can't hold all completions, in which case vLLM has to measure its memory use.
 
-    A quantized engine never measures it, because vLLM would give its cache the memory that updates
-    need. Raises DoesNotFit if its cache can't hold a single full-length completion.
+    An engine that `needs_fixed_cache` never measures it. Raises DoesNotFit if its cache can't hold
+    a single full-length completion.
     """
     memory = engine_memory(config, facts, gpu=True)
     room = cache_room(config, memory, gpu_gib, reserve=True)
-    if config.rollout.quantization:
+    if needs_fixed_cache(config, memory):
         cached_sequences(config, memory, gpu_gib)
-        return int(room)
+        return int(room * memory.parts["KV cache"] / cache_bytes(memory))
     return int(room) if room >= memory.parts["KV cache"] else 0
 
 
@@ -273,6 +305,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
         "activations": _activation_elements(facts, config) * width * tokens,
         "experts' tokens": kept_layers * expert_elements(facts) * width * tokens,
         "support head": _support_head_bytes(config, facts, width),
+        "recordings": _recording_bytes(config, facts) * tokens,
     }
     if ranks > 1 or (stage >= 1 and not trainer.sums_in_float32(config.model.dtype)):
         buckets = _ZERO_2_BUCKETS if stage == 2 else 1
@@ -326,6 +359,29 @@ def _support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
     # Kept mass: a second gradient until both are summed, and whole rows of tokens.
     mass = gradients + whole if config.algorithm.kept_mass_coef else 0.0
     return gradients + _KEPT_ID_BYTES * _MEAN_KEPT * tokens + mass
+
+
+def _routes_bytes(config: Config, facts: ModelFacts) -> int:
+    """Return the bytes per token of recorded experts, as int16."""
+    return 2 * facts.moe_layers * facts.experts_per_token * config.algorithm.keep_routing
+
+
+def _recording_bytes(config: Config, facts: ModelFacts) -> float:
+    """Return the bytes per token of routes and selections on a rank's GPU: the routes of all
+    layers, and the selections of one layer twice, because they are copied to the GPU and then
+    arranged in blocks. `_KEPT_ID_BYTES` covers sampling masks."""
+    if not config.data.sources:
+        return 0.0
+    return _routes_bytes(config, facts) + 2 * selection_bytes(config, facts) / facts.layers
+
+
+def recordings_host_bytes(config: Config, facts: ModelFacts) -> float:
+    """Return the bytes of host memory that the routes and selections of a batch take on each rank
+    once they are packed."""
+    if not config.data.sources:
+        return 0.0
+    tokens = count_micro_batches(config)[1] / config.trainer.data_parallel
+    return tokens * (_routes_bytes(config, facts) + selection_bytes(config, facts))
 
 
 # Elements per token of a layer, in units of the compute dtype
@@ -518,13 +574,13 @@ def _fixed_gib(config: Config) -> float:
 
 def host_bytes(config: Config, facts: ModelFacts, plan: OffloadPlan) -> float:
     """Return the least host memory a rank needs. This includes an offloaded optimizer's master
-    weights, moments, gradients and outgoing weights, and everything that is offloaded for
-    time-sharing."""
+    weights, moments, gradients and outgoing weights, everything that is offloaded for time-sharing,
+    and the recordings of a batch."""
     trainer = config.trainer
     learned, _ = _learned_parameters(config, facts)
     each = 20 if trainer.zero_stage == 3 else 18
     optimizer = each * learned / trainer.ranks if trainer.offload_optimizer else 0.0
-    return optimizer + plan.host
+    return optimizer + plan.host + recordings_host_bytes(config, facts)
 
 
 def can_start_together(config: Config, facts: ModelFacts, gpu_gib: float) -> bool:
@@ -538,12 +594,15 @@ def can_start_together(config: Config, facts: ModelFacts, gpu_gib: float) -> boo
     return share + RANK_SPARE * holds / GIB <= gpu_gib
 
 
-def check_trainer_fits(config: Config, memory: Memory, gpu_gib: float, *, shared: bool) -> None:
-    """Raise DoesNotFit if a rank doesn't fit on its GPU, along with the engine if they share it."""
+def check_trainer_fits(
+    config: Config, memory: Memory, gpu_gib: float, *, shared: bool, selections: float = 0.0
+) -> None:
+    """Raise DoesNotFit if a rank doesn't fit on its GPU, along with the engine if they share it.
+    `selections` is the number of bytes of recorded selections that a sleeping engine keeps."""
     share = config.rollout.gpu_memory_utilization
     needs = needed_bytes(config, memory, shared=shared)
     if shared and config.rollout.time_share:
-        room = gpu_gib - ENGINE_CUDA_GIB
+        room = gpu_gib - ENGINE_CUDA_GIB - selections / GIB
         stays = staying_gib(config, memory)
         if share > 1 - stays / gpu_gib:
             raise DoesNotFit(

@@ -121,11 +121,13 @@ def make_plan(
     if gpu and gpu_gib:
         if samples:
             cached = memory.cached_sequences(config, engine, gpu_gib)
-            reserve = bool(config.rollout.quantization)
+            reserve = memory.needs_fixed_cache(config, engine)
             room = memory.cache_room(config, engine, gpu_gib, reserve=reserve)
-            cache = min(room, engine.parts["KV cache"])
-            engine = Memory(parts={**engine.parts, "KV cache": cache})
-        memory.check_trainer_fits(config, rank, gpu_gib, shared=shared)
+            shrunk = min(1.0, room / memory.cache_bytes(engine))
+            caches = {name: shrunk * engine.parts[name] for name in ("KV cache", "selections")}
+            engine = Memory(parts={**engine.parts, **caches})
+        selections = engine.parts["selections"]
+        memory.check_trainer_fits(config, rank, gpu_gib, shared=shared, selections=selections)
     offload = memory.offload_plan(config, rank, gpu_gib, shared=shared and gpu)
     if gpu and samples:
         time = step_time(
@@ -216,6 +218,9 @@ def describe(
             "  time-shared with the engine (rollout.time_share): "
             f"{gib(plan.offload.sampling)} of it then wait in host memory"
         )
+    if memory.selection_bytes(config, facts):
+        held = gib(memory.recordings_host_bytes(config, facts))
+        lines.append(f"  the recordings of a batch take {held} of each rank's host memory")
     sections["time"] = plan.time.lines() if plan.time else []
     sections["run folder"] = [config.run.dir]
     return sections

@@ -41,6 +41,7 @@ from keel.trainer.placement.memory import (
     needed_bytes,
     offload_plan,
     peak_bytes,
+    recordings_host_bytes,
     trainer_memory,
 )
 from keel.trainer.placement.plan import Plan, make_plan, plan_on
@@ -227,6 +228,37 @@ def test_deepseek_v32_is_planned_as_by_hand(nodes: int, fits: bool) -> None:
     planned = plan_on(config, facts, cluster(nodes))
     assert planned.cached is not None and planned.cached > 4
     assert planned.engine.parts["experts to quantize"] == (2 + 3 / 8) * experts / 58
+
+
+def test_recorded_selections_take_memory_on_engines_ranks_and_hosts() -> None:
+    """A bitmap of 8,000 positions per layer: for each slot of the cache, for one layer of a
+    micro-batch (twice), and for all layers of a rank's trajectories in host memory."""
+    facts = replace(MOE, index_top_k=64, index_width=128)
+    rollout = {"gpu_memory_utilization": 0.1}
+    plain = recipe(ranks=4, micro_batch_tokens=8000, rollout=rollout)
+    config = replace(plain, algorithm=replace(plain.algorithm, keep_selection=True))
+    without, engine = plan(plain, facts).engine.parts, plan(config, facts).engine.parts
+    cached = 16 * 7000 + 3 * 1000
+    assert without["selections"] == 0
+    assert engine == {**without, "selections": 10 * 1000 * cached}
+    routes = 2 * 10 * 2
+    ranks = [trainer_memory(each, facts, gpu=True).parts for each in (plain, config)]
+    assert [each["recordings"] / 8000 for each in ranks] == [routes, routes + 2 * 1000]
+    hosts = [recordings_host_bytes(each, facts) for each in (plain, config)]
+    assert hosts == [64 / 4 * 8000 * each for each in (routes, routes + 10 * 1000)]
+    # Its share of the GPU is divided between the cache and the selections.
+    rest = 1.1 * sum(without[name] for name in without if name != "KV cache") + GIB
+    cache = engine["KV cache"] + engine["selections"]
+    for part in (1.0, 0.5):
+        size = (rest + part * cache) / (0.1 * GIB) + 1e-6
+        fixed = guaranteed_cache_bytes(config, facts, size)
+        assert fixed == pytest.approx(part * engine["KV cache"])
+        held = plan(config, facts, gpu_gib=size)
+        assert held.cached == 16 * part
+        assert held.engine.parts["selections"] == pytest.approx(part * engine["selections"])
+    assert guaranteed_cache_bytes(plain, facts, size) == 0  # vLLM measures its cache
+    short = replace(facts, index_top_k=8000)  # attends to everything
+    assert plan(config, short).engine.parts["selections"] == 0
 
 
 def test_engine_on_several_nodes_waits_for_their_network() -> None:
