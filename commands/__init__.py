@@ -1,1 +1,2 @@
-"""The `keel` command line. `cli.py` parses the arguments; every other module is one command."""
+"""The `keel` command line. `cli.py` parses the arguments; the other modules hold the
+commands."""

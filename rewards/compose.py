@@ -62,7 +62,7 @@ def check_weights(
                     raise ValueError(f"rewards of domain {domain!r}: {error}") from error
             elif name not in PARTS and domain not in environments:
                 near = difflib.get_close_matches(name, PARTS, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"use {', '.join(PARTS)}"
+                hint = f"did you mean {near[0]}?" if near else f"use {', '.join(PARTS)}."
                 raise ValueError(
                     f"rewards of domain {domain!r}: no reward {name!r}; {hint} Functions are named "
                     "MODULE.FUNCTION"

@@ -50,7 +50,7 @@ class _Draft:
 
     trajectory: Trajectory
     parts: dict[str, float] = field(default_factory=lambda: {ERROR: 0.0})
-    notes: dict[str, str] = field(default_factory=dict[str, str])  # of judged criteria and errors
+    notes: dict[str, str] = field(default_factory=dict[str, str])  # on judged criteria and errors
     dropped: str = ""  # why the trajectory is dropped
 
     def add(self, part: str, result: _Result) -> None:
@@ -284,7 +284,7 @@ def _check_parts(draft: _Draft, weights: Mapping[str, float]) -> None:
     missing = [name for name in weights if name not in draft.parts]
     if missing and not draft.dropped:
         error = (
-            f"no part {missing[0]!r}, which data.sources[].rewards weights; it has "
+            f"reward part {missing[0]!r} has a weight but no value. Available: "
             f"{', '.join(sorted(draft.parts))}. Give sources without it a separate domain"
         )
         if draft.trajectory.verdict is None or draft.trajectory.verdict.parts:

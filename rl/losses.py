@@ -40,8 +40,8 @@ class LossOutput:
     loss: Tensor
     """Scalar loss with gradient."""
     totals: Tensor
-    """Numbers of all metrics in the order of `kinds`, float64 on the loss's device. A mean has two
-    numbers: a sum and a count."""
+    """Accumulated values of all metrics in the order of `kinds`, float64 on the loss's device. A
+    mean has two: a sum and a count."""
     kinds: Mapping[str, type[Mean] | type[Sum] | type[Max]]
     """Type of each metric."""
 

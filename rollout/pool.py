@@ -39,7 +39,7 @@ _WINDOW_S = 3 * 3600.0
 _MEMORY_RACE = "Error in memory profiling"
 """vLLM's error when another process frees GPU memory while an engine starts."""
 _STOP_S = 10.0
-_FREED_S = 3.0  # time in seconds until the GPU memory of a killed engine is free
+_FREED_S = 3.0  # seconds until a killed engine's GPU memory is free
 _MAX_CONVERSATIONS = 100_000
 _TASKS = {"starting": "start", "loading": "load new weights", "going to sleep": "go to sleep"}
 STALL_POLL_S = 2.0
@@ -135,7 +135,7 @@ class RolloutPool:
         self._requested_update: _WeightUpdate | None = None
         self._requested_sleep: Future[None] | None = None  # None again after an update
         self._ended: Exception | None = None
-        # Owned by the thread: what engines do now, once it has taken the request from the queue.
+        # Owned by the thread: the update or sleep in progress.
         self._current_update: _WeightUpdate | None = None
         self._current_sleep: Future[None] | None = None
         self._stalls = _StallDetector()
@@ -475,14 +475,14 @@ class RolloutPool:
         window_s = max(_WINDOW_S, least_s)
         if sum(now - restart < window_s for restart in slot.restarts) >= MAX_RESTARTS:
             raise EngineError(
-                f"{name} failed {MAX_RESTARTS + 1} times within {window_s / 3600:.3g} hours, the "
-                f"last time with: {error}"
+                f"{name} failed {MAX_RESTARTS + 1} times within {window_s / 3600:.3g} hours. "
+                f"The last error: {error}"
             ) from error
         slot.restarts.append(now)
         slot.engine, slot.version, slot.progress = self._build(slot.index), 0, _Progress()
         self._await_start(slot)
         self._check_updated()
-        self.say(f"{name} is restarted: {error}")
+        self.say(f"restarted {name}: {error}")
         for request in list(slot.requests.values()):
             self._take_back(request)
             reply = request.reply
@@ -538,8 +538,11 @@ class _StallDetector:
             if not progress.last.steps or progress.stalled_s < max(WARN_S, _WARN_STEPS * longest_s):
                 continue
             if progress.stalled_s >= stuck_s:
-                stuck.append((slot, EngineError(f"hangs: it {message}")))
+                stuck.append((slot, EngineError(f"hung: it {message}")))
             elif not progress.warned:
                 progress.warned = True
-                warn(f"rollout engine {slot.index} {message}. It is restarted at {stuck_s:.0f} s")
+                warn(
+                    f"rollout engine {slot.index} {message}. It will be restarted after "
+                    f"{stuck_s:.0f} s"
+                )
         return stuck

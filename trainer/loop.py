@@ -124,7 +124,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
         if start:  # the engines started from the base model
             wait_for(parts.push(learner.version), should_abort)
         due = bool(parts.heldout) and evaluation_due(run, start)
-        if start == 0 or (due and not parts.journal.evaluated(start)):  # the baseline, or missed
+        if start == 0 or (due and not parts.journal.evaluated(start)):  # the first, or missed
             parts.journal.begin("evaluating")
             parts.journal.record(start, evaluate(parts, config, start), [])
             if parts.should_stop():
@@ -148,7 +148,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                     if evaluating or algorithm.max_lag == 0:
                         stream.wait_for_update(should_abort)
             sampled = summarize(batch.groups, version=version, discarded=batch.discarded)
-            metrics = merge([sampled, batch.metrics, result.metrics])  # both can drop completions
+            metrics = merge([sampled, batch.metrics, result.metrics])  # both may count drops
             metrics |= parts.rewards.metrics()
             metrics |= clock.metrics(sampled_tokens(batch.groups)) | guard.saver.metrics()
             if evaluating and guard.continues(result):
@@ -216,7 +216,7 @@ class RunGuard:
         try:
             yield
         except Cancelled:
-            self._stream.close()  # or saving waits for engines that have to make room
+            self._stream.close()  # first; otherwise saving waits for engines to free memory
             if self.saver.saved < self.reached:
                 self.saver.save(self.reached, self._stream.position())
         finally:

@@ -305,7 +305,7 @@ class Mailbox:
         try:
             return pickle.loads(self._store.get(self._key))
         except dist.DistNetworkError as error:
-            raise ConnectionError(f"the trainer is gone during an update: {error}") from error
+            raise ConnectionError(f"lost the trainer during an update: {error}") from error
         except dist.DistStoreError as error:
             late = f"waited {self._timeout_s:g} s for the trainer to send weights"
             raise TimeoutError(late) from error
@@ -313,7 +313,7 @@ class Mailbox:
     def acknowledge(self) -> None:
         """Acknowledge the last message, so that the trainer can send the next one."""
         key = self._key
-        self._acknowledged += 1  # before the key goes: the sender may then send the next message
+        self._acknowledged += 1  # first: without the key, the sender may send again
         self._store.delete_key(key)
 
 

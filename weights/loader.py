@@ -194,8 +194,8 @@ class WeightsExtension:
         self.keel_view = SharedView()
         if checksum not in (None, self.keel_checksum.value()):
             raise RuntimeError(
-                f"weight update: worker {self.rank} of the engine received other bytes than were "
-                "sent (checksum mismatch)"
+                f"weight update: worker {self.rank} of the engine received corrupted "
+                "weights (checksum mismatch)"
             )
         model, config = self.model_runner.get_model(), self.vllm_config.model_config
         tracer = self.keel_tracer
@@ -254,7 +254,7 @@ class TensorChecklist:
         self._optional = {"lm_head.weight"} if tied else set[str]()
         for name in map(self._plain, names):
             layer = _LAYER.search(name)
-            # Patterns that name whole layers mean those behind the last one, hence without numbers.
+            # Some patterns match whole layers after the last one, so strip the layer's number.
             if any(re.search(pattern, _LAYER.sub(".", name)) for pattern in unread):
                 self._optional.add(name)
             elif not _COMPUTED.search(name) and (layer is None or int(layer[1]) < layers):

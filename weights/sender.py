@@ -317,7 +317,7 @@ def _plain_error(error: Exception) -> Exception:
     cause = ray_timeouts.cause(error)
     result = cause if isinstance(cause, Exception) else error
     if isinstance(result, ConnectionError):
-        # Either end may have noticed; the other may be gone before Ray knows.
+        # Ray may not know yet that the engine died, so report a timeout.
         result = TimeoutError(str(result))
     for each in (error, result):
         while each is not None:

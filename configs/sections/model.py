@@ -164,6 +164,7 @@ class ModelConfig(Section, path="model"):
 
     def check(self) -> None:
         self.require(bool(self.path), "path", "must name a folder or a hub model")
+        self.require(self.path != "embedded", "path", f"renamed to {TINY_MODEL}")
         if self.path == TINY_MODEL:
             for name in ("tokenizer", "thinking_marks", "chat_template"):
                 self.require(not getattr(self, name), name, "cannot be set with model.path: tiny")

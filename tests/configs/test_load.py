@@ -93,6 +93,7 @@ def test_old_names_are_answered_with_new_ones(tmp_path: Path) -> None:
     length = "data.sources[sums].length"
     assert refused(path, f"{length}.right=1").endswith(f"renamed to {length}.correct_threshold")
     assert refused(path, "model.embedded.layers=1").endswith("renamed to model.tiny")
+    assert refused(path, "model.path=embedded").endswith("renamed to tiny")
 
 
 def test_unknown_key_is_answered_with_a_knob(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def start_ray() -> None:
             "this process already uses Ray, which Keel starts or joins itself (RAY_ADDRESS). Call "
             "ray.shutdown() first, or run Keel in a separate process"
         )
+    ray_internals.check_version()
     ray_timeouts.new_session()
     ray_internals.silence_ray()
     if address := os.environ.get("RAY_ADDRESS"):

@@ -14,11 +14,24 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 import psutil
+import ray
 
+from keel.configs.schema import ConfigError
+
+VERSION = "2.60.0"
 _WORKER = "ray._private.worker"
 _UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
 """Methods of Ray's `Node` class that start the autoscaler, the log monitor and the dashboard."""
 _STUB = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ray_stub.py"))]
+
+
+def check_version() -> None:
+    """Raise ConfigError unless Ray is the version that Keel needs."""
+    if ray.__version__ != VERSION:
+        raise ConfigError(
+            f"Ray {ray.__version__} is installed, but Keel needs {VERSION}. Run "
+            f"pip install 'ray[default]=={VERSION}'"
+        )
 
 
 def silence_ray() -> None:
