@@ -36,6 +36,16 @@ class Rates:
     flash4_share: float = 0.62
     flash4_tokens: float = 2000.0
     head_mfu: float = 0.40
+    # Seconds of sparse attention per token, layer and pass, and more per token of a context above
+    # `sparse_context`; `dense_s` and `dense_token_s` are those of attention to all earlier tokens
+    # (`trainer.attention`). A third of the measured forward and backward time, with an indexer that
+    # learns and the heads of DeepSeek-V3.2 (docs/sparse-attention.md).
+    sparse_s: float = 23e-6
+    sparse_token_s: float = 0.95e-9
+    sparse_context: int = 16_384
+    sparse_heads: int = 128
+    dense_s: float = 7.6e-6
+    dense_token_s: float = 0.79e-9
     # How many times a pass moves elements through memory: `elementwise_elements`, also
     # `normed_elements` of norms that are neither fused nor compiled, or `layer_elements` if
     # compiled; `expert_elements` with Keel's experts (model/layers/fused.py), and with others or
@@ -88,6 +98,15 @@ class Rates:
     pass_s: float = 1.8e-3
     compiled_pass_s: float = 1.15e-3
     expert_pass_s: float = 0.65e-3
+
+    def sparse_attention_seconds(self, config: Config, facts: ModelFacts, spec: GpuSpec) -> float:
+        """Return the seconds of a layer's sparse attention per token and pass."""
+        context = config.max_context
+        seconds = self.dense_s + self.dense_token_s * context
+        if config.trainer.attention == "sparse":
+            seconds = self.sparse_s + self.sparse_token_s * max(0, context - self.sparse_context)
+        slower = GpuSpec().memory_bytes / spec.memory_bytes
+        return seconds * slower * facts.attention_heads / self.sparse_heads
 
     def launch_seconds(self, config: Config, facts: ModelFacts, micro_batches: int) -> float:
         each = self.compiled_pass_s if config.trainer.compile else self.pass_s
@@ -271,7 +290,11 @@ def compute_seconds(
     longest, attention_share = config.max_context, rates.attention_share
     if flash4 and not config.model.batch_invariant and trainer.flash4(longest):
         attention_share = rates.flash4_share * longest / (longest + rates.flash4_tokens)
-    gemms += attended * attention / attention_share
+    sparse = 0.0
+    if facts.index_top_k:
+        sparse = attended * facts.layers * rates.sparse_attention_seconds(config, facts, spec)
+    else:
+        gemms += attended * attention / attention_share
     if trainer.expert_parallel > 1 or config.model.dtype != "bfloat16":
         facts = replace(facts, fused_experts=False)
     if trainer.compile or config.model.batch_invariant:
@@ -283,7 +306,7 @@ def compute_seconds(
     expert_moves = rates.expert_moves if facts.fused_experts else rates.stock_expert_moves
     moved += expert_moves * facts.moe_layers * memory.expert_elements(facts)
     moved *= _count_forward_passes(config, facts)
-    body = share * (gemms / spec.flops + moved * width / spec.memory_bytes)
+    body = share * (gemms / spec.flops + moved * width / spec.memory_bytes + sparse)
     body *= rates.invariant_pass if config.model.batch_invariant else 1.0
     head = 2 * facts.vocab_size * facts.hidden_size * share * 3
     if config.rollout.sampling.truncated:  # the kept mass is computed for probed tokens

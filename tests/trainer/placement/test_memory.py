@@ -47,6 +47,7 @@ from keel.trainer.placement.memory import (
 from keel.trainer.placement.plan import Plan, make_plan, plan_on
 from keel.trainer.placement.step_time import (
     Rates,
+    compute_seconds,
     step_time,
     traffic_seconds,
 )
@@ -259,6 +260,27 @@ def test_recorded_selections_take_memory_on_engines_ranks_and_hosts() -> None:
     assert guaranteed_cache_bytes(plain, facts, size) == 0  # vLLM measures its cache
     short = replace(facts, index_top_k=8000)  # attends to everything
     assert plan(config, short).engine.parts["selections"] == 0
+
+
+@pytest.mark.parametrize(("context", "measured"), [(4096, 67.8), (16_384, 69.4), (65_536, 209.1)])
+def test_sparse_attention_takes_its_measured_time(context: int, measured: float) -> None:
+    """docs/sparse-attention.md: µs per token of a layer, forward and backward."""
+    facts = facts_of(DeepseekV32Config())
+    config = recipe(ranks=8, micro_batch_tokens=context)
+    sampling = SamplingConfig(max_tokens=context - 1000)
+    config = replace(config, rollout=replace(config.rollout, sampling=sampling))
+    spec, rates = GpuSpec(), Rates()
+    tokens = 64 * context
+    timed, untimed = (
+        compute_seconds(config, facts, tokens, 1, spec, each)
+        for each in (rates, replace(rates, sparse_s=0.0, sparse_token_s=0.0))
+    )
+    each_us = (timed - untimed) / (tokens / 8 * 61) * 1e6
+    assert each_us == pytest.approx(measured, rel=0.03)
+    # Far slower than its FLOPs at the rate of other attention.
+    assert timed > 4 * compute_seconds(
+        config, replace(facts, index_top_k=0), tokens, 1, spec, rates
+    )
 
 
 def test_engine_on_several_nodes_waits_for_their_network() -> None:
