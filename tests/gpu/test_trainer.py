@@ -189,7 +189,7 @@ def test_the_gpu_teaches_and_is_free_afterwards(tmp_path: Path) -> None:
     config = TinyModelConfig(cold_start=ColdStartConfig(steps=60, batch_size=32, lr=5e-3))
     losses: list[float] = []
     torch.cuda.init()
-    held, before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    held, before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     folders = [
         ensure_tiny_model(
             replace(config, cache_dir=str(tmp_path / name)),
