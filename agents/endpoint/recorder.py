@@ -8,14 +8,13 @@ compared by keys that ignore such differences."""
 import asyncio
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import accumulate, count, takewhile
-from operator import eq
+from itertools import accumulate, count, islice, takewhile
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -77,6 +76,8 @@ class TrajectoryRecorder:
         """Sample numbers in use for each context. Samples from the same context get different
         numbers and therefore different seeds."""
         self._growing: set[SegmentRecord] = set()
+        self._validator: tuple[str, ArgumentValidator] | None = None
+        """The validator of the latest request's tools, and their key."""
         self._sampling: dict[asyncio.Future[TurnResult], int] = {}
         """Turns being sampled, with the number of tokens reserved for each."""
         self._changed = asyncio.Event()
@@ -170,17 +171,13 @@ class TrajectoryRecorder:
         if len(tools.encode()) > _MAX_TOOLS_KIB << 10:
             raise invalid_field("tools", f"must have at most {_MAX_TOOLS_KIB} KiB")
         tools_key = _hash(tools)
-        try:  # in a thread, because large schemas take seconds the first time
-            validator = await asyncio.to_thread(ArgumentValidator, request.tools)
-        except ValueError as error:
-            raise invalid_field("tools", str(error)) from error
+        validator = await self._validator_of(request.tools, tools_key)
         before, ids = self.index.find_context(request, keys, tools_key, self._growing)
         limit = await self._admit(len(ids), request.limit)
         # No await between here and the sampling, so no other turn extends the same record.
         if before is None:
             record, how = SegmentRecord(self._prompt_id, ids), "contexts_rendered"
-            prefixes = (takewhile(bool, map(eq, ids, other.ids)) for other in self._records)
-            repeated = max(map(sum, prefixes), default=0)
+            repeated = _common_prefix(ids, self._records)
         else:
             record, how, repeated = before.record, "contexts_extended", before.end - 1
             if before.end < len(record.ids) or record in self._growing:
@@ -223,6 +220,15 @@ class TrajectoryRecorder:
             completion_tokens=len(result.token_ids_R),
             cached_tokens=result.cached_tokens,
         )
+
+    async def _validator_of(self, tools: Sequence[ToolSpec], tools_key: str) -> ArgumentValidator:
+        if self._validator is None or self._validator[0] != tools_key:
+            try:  # in a thread, because large schemas take seconds the first time
+                validator = await asyncio.to_thread(ArgumentValidator, tools)
+            except ValueError as error:
+                raise invalid_field("tools", str(error)) from error
+            self._validator = (tools_key, validator)
+        return self._validator[1]
 
     async def _admit(self, context: int, max_tokens: int | None) -> int:
         """Return the number of tokens that the next turn may sample. Waits while concurrent turns
@@ -293,6 +299,16 @@ class TrajectoryRecorder:
             raise _trajectory_over()
         if self._is_over():
             raise ApiError(403, "the environment has ended the task", code="task_over")
+
+
+def _common_prefix(ids: Sequence[int], records: Sequence[SegmentRecord]) -> int:
+    longest = 0
+    for record in records:
+        other = record.ids
+        if ids[:longest] == other[:longest]:
+            pairs = zip(islice(ids, longest, None), islice(other, longest, None), strict=False)
+            longest += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return longest
 
 
 def _trajectory_over() -> ApiError:
@@ -449,17 +465,29 @@ def _prefix_keys(messages: Sequence[Message]) -> list[str]:
 
 def _extend_key(key: str, message: Message) -> str:
     is_turn = message["role"] == "assistant"
-    calls: Any = [
-        [call["id"], call["function"]["name"], call["function"]["arguments"]]
-        for call in message.get("tool_calls") or ()
+    calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
+    identity = [
+        message["role"],
+        message["content"].strip() if is_turn else message["content"],
+        [
+            [call["id"], function["name"], _floats_to_integers(function["arguments"])]
+            for call in calls
+            for function in [call["function"]]
+        ],
+        message.get("tool_call_id"),
     ]
-    # Many clients send 1.0 back as 1.
-    calls = json.loads(
-        json.dumps(calls), parse_float=lambda n: int(float(n)) if float(n) % 1 == 0 else float(n)
-    )
-    content = message["content"].strip() if is_turn else message["content"]
-    identity = [message["role"], content, calls, message.get("tool_call_id")]
     return _hash(key + json.dumps(identity, sort_keys=True))
+
+
+def _floats_to_integers(value: Any) -> Any:
+    """Convert floats with integer values, such as 1.0, to integers, as many clients do."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {k: _floats_to_integers(item) for k, item in cast(Mapping[str, Any], value).items()}
+    if isinstance(value, list):
+        return [_floats_to_integers(item) for item in cast(list[Any], value)]
+    return value
 
 
 def _hash(text: str) -> str:

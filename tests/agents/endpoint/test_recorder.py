@@ -318,9 +318,10 @@ def test_large_schemas_do_not_stall_other_episodes(monkeypatch: pytest.MonkeyPat
 
     async def work(recorder: TrajectoryRecorder) -> None:
         await ask(recorder, [user("a")], TOOLS)
-        assert threads and threading.current_thread() not in threads
+        await ask(recorder, [user("b")], TOOLS)
+        assert len(threads) == 1 and threading.current_thread() not in threads
 
-    record(Policy(["word"]), work)
+    record(Policy(["word", "word"]), work)
 
 
 def test_calls_of_a_cut_turn_are_withheld() -> None:
