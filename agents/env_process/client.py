@@ -62,7 +62,8 @@ class ProcessEnvironment:
         self._arguments: ArgumentValidator | None = None
         self._lost: EnvironmentLost | None = None
         self._raised = False
-        """True if it was lost because its own code raised an exception outside a tool call."""
+        """True if the latest request failed because the environment's own code raised an exception
+        outside a tool call."""
         self._closed = False
         self.grades = True
         """False if the environment has no verdict. Set when the environment is opened."""
@@ -157,7 +158,7 @@ class ProcessEnvironment:
         self, during: str, request: Mapping[str, Any], timeout_s: float, *, name: str = ""
     ) -> dict[str, Any]:
         async with self._turn:
-            process = self._process
+            process, self._raised = self._process, False
             if self._lost is not None:
                 raise EnvironmentLost(during, f"lost before this: {self._lost}")
             if process is None or (self._closed and during != "close"):
@@ -182,8 +183,10 @@ class ProcessEnvironment:
                 raise await self._fail(during, reason) from error
         if isinstance(reply, dict) and reply.get("id") == number:
             if isinstance(why := reply.get("failed"), str):
-                self._raised = reply.get("raised") is True
-                raise await self._fail(during, why)
+                error = await self._fail(during, why)
+                # Not if it also reached its memory limit, which is then the reason.
+                self._raised = reply.get("raised") is True and error.detail == why
+                raise error
             if isinstance(reply.get("is"), dict):
                 return reply["is"]
         raise await self._fail(during, f"sent an invalid reply: {str(reply)[:200]!r}")

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -92,6 +93,8 @@ class ChildProcess:
         self._end: asyncio.Task[str] | None = None
         self._limit_hit = ""
         self._orphaned = False
+        # Kills it at interpreter exit if an abandoned event loop never closed it.
+        self._finalizer = weakref.finalize(self, _kill_abandoned, pid, pidfd)
 
     async def connect(self) -> ChildProcess:
         try:
@@ -196,12 +199,20 @@ class ChildProcess:
         finally:
             if self.limit is not None:
                 self._limit_hit = self.limit()
-            os.close(self._pidfd)
+            if self._finalizer.detach():
+                os.close(self._pidfd)
 
 
 def _kill(send: Callable[[int, int], None], target: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         send(target, signal.SIGKILL)
+
+
+def _kill_abandoned(pid: int, pidfd: int) -> None:
+    with suppress(OSError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)
+        os.close(pidfd)
 
 
 def encode_line(message: Mapping[str, Any]) -> bytes:

@@ -61,8 +61,8 @@ async def test_episode_from_opening_to_verdict() -> None:
     verdict = await environment.verdict((), "length")
     assert verdict == Verdict(parts={"correct": 1.0}, facts={"ended": "length"})
     await environment.close()
+    assert "is not open" in (await lost(use(environment, "call"))).detail
     await environment.close()
-    assert (await lost(use(environment, "call"))).during == "call"
 
 
 @asynchronous
@@ -91,9 +91,10 @@ async def test_invalid_call_fails_without_running() -> None:
         ("garbage", "call", "Welcome!"),
         ("hang", "verdict", "within"),
         ("memory", "verdict", "memory_mib"),
+        ("raise", "reply", "the shop burnt down"),
     ],
 )
-def test_fault_is_typed_with_last_output(how: str, at: str, reason: str) -> None:
+def test_loss_has_reason_and_last_output(how: str, at: str, reason: str) -> None:
     async def play(limit_s: float) -> None:
         environment = ProcessEnvironment(
             program(arguments={"how": how, "at": at}, verdict_s=limit_s)
@@ -288,6 +289,23 @@ class RefusesForks:
         return lambda: ""
 
 
+class ReachesMemoryLimit(RefusesForks):
+    """A sandbox that reports at the end of a process that it reached its memory limit."""
+
+    def limit_memory(self, pid: int, *, inside: bool) -> Any:
+        return lambda: "over memory_mib"
+
+
+@asynchronous
+async def test_memory_limit_during_the_verdict_loses_the_environment() -> None:
+    arguments = {"how": "raise", "at": "verdict"}
+    async with episode(arguments=arguments) as environment:
+        assert "the shop burnt down" in str(await environment.verdict((), "stop"))
+    async with episode(arguments=arguments, sandbox=ReachesMemoryLimit()) as environment:
+        with pytest.raises(EnvironmentLost, match="over memory_mib"):
+            await environment.verdict((), "stop")
+
+
 @asynchronous
 async def test_sandbox_that_refuses_forks_starts_each_episode() -> None:
     spec = replace(counter(), sandbox=RefusesForks())
@@ -310,6 +328,18 @@ def test_abandoned_process_ends_with_the_interpreter(forked: bool) -> None:
     )
     command = [sys.executable, "-c", code]
     pid = int(subprocess.check_output(command, cwd=HERE.parents[1], timeout=PATIENCE_S))
+    wait_for(lambda: not alive(pid))
+
+
+def test_abandoned_command_ends_with_the_interpreter() -> None:
+    code = (
+        "import asyncio\n"
+        "from keel.agents.env_process.launch import ProcessSettings, launch\n"
+        "async def start():\n"
+        "    return launch(['sleep', '1000'], ProcessSettings(), env={})\n"
+        "print((process := asyncio.run(start())).pid)"
+    )
+    pid = int(subprocess.check_output([sys.executable, "-c", code], timeout=PATIENCE_S))
     wait_for(lambda: not alive(pid))
 
 
