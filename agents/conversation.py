@@ -44,9 +44,12 @@ class SegmentRecord:
         return sum(len(result.token_ids_R) for _, result in self._turns)
 
     def append_turn(self, request: TurnRequest, result: TurnResult) -> None:
-        """Append a turn to the segment. Raises ValueError if the result is incomplete."""
+        """Append a turn to the segment. Raises ValueError if the result is incomplete or was
+        sampled from another context."""
         context, sampled = len(self.ids), len(result.token_ids_R)
         name = f"conversation {request.conversation}"
+        if len(request.token_ids_T) != context or request.routes_from != self.routed_tokens:
+            raise ValueError(f"{name}: a turn of an older context")
         routed = max(context + sampled - 1, self.routed_tokens)
         rows = routed - self.routed_tokens
         expected = {"sampling_mask": sampled, "routes_TLK": rows, "selected_TLb": rows}

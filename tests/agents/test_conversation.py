@@ -86,6 +86,14 @@ def test_incomplete_turn_is_refused(
         conversation.append_turn(request, result)
 
 
+def test_turn_of_an_older_context_is_refused() -> None:
+    conversation, policy = conversation_of(), Policy(["word", "word"])
+    request = conversation.request(max_tokens=9, seed=1)
+    conversation.append_turn(request, policy.say(request))
+    with pytest.raises(ValueError, match="older context"):
+        conversation.append_turn(request, policy.say(request))
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 def test_question_after_a_result_is_rendered_with_it(restarted: bool) -> None:
     question: Message = {"role": "user", "content": "So far?"}
