@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import keel
 from keel.configs.sections.rewards import CodeConfig
 from keel.rewards.failures import dump_location
@@ -31,6 +33,9 @@ GRACE_S = 30.0
 _FIRST_CALL_S = 30.0
 """Minimum time limit for the first call of a function in a worker, because that call may load a
 model."""
+_POLL_S = 1.0  # seconds between two checks of a worker that has not answered
+_STOPPED_POLLS = 5
+"""Number of consecutive checks that must find a worker stopped (SIGSTOP) before it is replaced."""
 _MAX_REASSIGNMENTS = 3
 """Maximum number of retries of a batch that did not cause the failure of its worker."""
 
@@ -227,15 +232,19 @@ class _Worker:
             raise ValueError(reply["refused"])
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:
-        end = time.monotonic() + timeout_s
+        end, stopped_polls = time.monotonic() + timeout_s, 0
         while b"\n" not in self._buffer:
-            self._socket.settimeout(max(0.001, end - time.monotonic()))
+            self._socket.settimeout(max(0.001, min(_POLL_S, end - time.monotonic())))
             try:
                 data = self._socket.recv(1 << 16)
             except TimeoutError as error:
-                # The worker's own timer has not ended it, so it is probably stopped (SIGSTOP).
-                message = f"did not answer within {timeout_s:g} s"
-                raise _WorkerLost(message, blameless=True) from error
+                stopped_polls = stopped_polls + 1 if self._is_stopped() else 0
+                if stopped_polls >= _STOPPED_POLLS:
+                    message = f"was stopped (SIGSTOP) in {stopped_polls} consecutive checks"
+                    raise _WorkerLost(message, blameless=True) from error
+                if time.monotonic() >= end:
+                    raise _WorkerLost(f"did not answer within {timeout_s:g} s") from error
+                continue
             except OSError as error:
                 raise _WorkerLost(self._exit_message()) from error
             if not data:
@@ -243,6 +252,13 @@ class _Worker:
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
+
+    def _is_stopped(self) -> bool:
+        try:
+            status = psutil.Process(self._process.pid).status() if self._process else ""
+        except psutil.NoSuchProcess:
+            return False
+        return status == psutil.STATUS_STOPPED
 
     def _exit_message(self) -> str:
         if self._process is None:

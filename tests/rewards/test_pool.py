@@ -132,6 +132,30 @@ def test_a_killed_worker_is_replaced() -> None:
         pool.close()
 
 
+def test_a_stopped_worker_is_replaced_before_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_POLL_S", 0.1)
+    monkeypatch.setattr(pool_module, "_START_TIMEOUT_S", 2 * PATIENCE_S)
+    pool = WorkerPool(1, timeout_s=2 * PATIENCE_S)
+    try:
+        assert verify(pool, SUM, "3") == [VerifierScore(1.0)]
+        idle = pool._workers[0]._process
+        idle.send_signal(signal.SIGSTOP)
+        future = pool.submit(function("wait"), [HANGS, RIGHT])
+        wait_for(sleepers)
+        scoring = pool._workers[0]._process
+        scoring.send_signal(signal.SIGSTOP)
+        wait_for(lambda: scoring.poll() is not None)
+        wait_for(sleepers)
+        again = pool._workers[0]._process
+        again.kill()
+        first, second = future.result(PATIENCE_S)
+        assert len({idle.pid, scoring.pid, again.pid}) == 3
+        assert "SIGKILL" in first.error, "a stopped worker's completion is tried again"
+        assert second == VerifierScore(1.0)
+    finally:
+        pool.close()
+
+
 def test_closing_ends_workers_and_their_descendants() -> None:
     pool = WorkerPool(1, timeout_s=PATIENCE_S)
     process = pool._workers[0]._process
