@@ -4,6 +4,7 @@
 """
 
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,7 +38,10 @@ def forked_from(*modules: str) -> ForkServerContext:
 
 def start_worker_server(address: Path, session: int) -> None:
     """Wait for the server of Ray workers at `address`. Starts it if necessary, and it ends with the
-    process `session`."""
+    process `session`. Raises RuntimeError if it does not start, and TimeoutError if it takes longer
+    than `PATIENCE_S`."""
+    from tests.waiting import PATIENCE_S  # noqa: PLC0415  (loads pytest)
+
     cpu = {SERVER: str(address), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.ray_workers", "serve", str(session)],
@@ -46,7 +50,12 @@ def start_worker_server(address: Path, session: int) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
     )
-    assert server.stdout and server.stdout.readline()
+    assert server.stdout
+    if not select.select([server.stdout], [], [], PATIENCE_S)[0]:
+        server.kill()
+        raise TimeoutError(f"waited {PATIENCE_S:g} s for the server of Ray workers at {address}")
+    if not server.stdout.readline():
+        raise RuntimeError("the server of Ray workers did not start: its error is printed above")
 
 
 @contextmanager

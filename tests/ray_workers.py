@@ -4,6 +4,7 @@ Ray runs this file in place of its own `setup_worker.py`. It asks the server for
 end together.
 """
 
+import errno
 import json
 import os
 import runpy
@@ -11,6 +12,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from argparse import ArgumentParser
 from contextlib import suppress
 from importlib import import_module
@@ -33,17 +35,21 @@ LIBRARIES = (
 
 
 def serve(session: int) -> None:
-    """Fork a worker for each connection until the process `session` ends."""
+    """Fork a worker for each connection until the process `session` ends. If the session has a
+    server already, only wait until it is ready."""
+    address = os.environ[SERVER]
     listener = socket.socket(socket.AF_UNIX)
     try:
-        listener.bind(os.environ[SERVER])
-    except OSError:  # another process of the session has started a server
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(os.environ[SERVER])
-            connection.shutdown(socket.SHUT_WR)
-            connection.recv(1)
-        print("ready", flush=True)
-        return
+        listener.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            wait_until_ready(address)
+            print("ready", flush=True)
+            return
+        raise OSError(
+            f"cannot serve Ray workers at {address}: {error}. If it is too long, set a shorter "
+            "--basetemp"
+        ) from error
     listener.listen()
     from keel.model.imports import heavy_imports, not_found  # noqa: PLC0415
 
@@ -82,10 +88,21 @@ def serve(session: int) -> None:
                 workers[os.pidfd_open(pid)] = client
                 with suppress(OSError):
                     client.sendall(str(pid).encode())
+            else:  # from `wait_until_ready`
+                client.close()
             for file in files:
                 os.close(file)
     for worker in workers:
         signal.pidfd_send_signal(worker, signal.SIGKILL)
+
+
+def wait_until_ready(address: str) -> None:
+    """Wait until the server answers an empty request by closing the connection."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        while connection.connect_ex(address) == errno.ECONNREFUSED:  # bound, but not listening yet
+            time.sleep(0.01)
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)
 
 
 def become_worker(request: bytes, files: list[int]) -> NoReturn:

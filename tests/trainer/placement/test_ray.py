@@ -27,6 +27,7 @@ from keel.trainer.placement import nodes
 from keel.trainer.placement.elastic import ElasticLayouts
 from keel.trainer.placement.hardware import ENGINE, RANK, Hardware
 from keel.trainer.placement.nodes import QUOTED_PYTHON, Reservation, cluster_nodes, reserve_gpus
+from tests.forked import start_worker_server
 from tests.trainer.placement.shapes import SOURCE, facts
 from tests.waiting import PATIENCE_S, add_node, start_cluster, wait_for
 
@@ -55,6 +56,14 @@ def sit(reservation: Reservation, *seats: tuple[str, int]) -> list[tuple[str, tu
     for actor in actors:
         ray.kill(actor)
     return places
+
+
+def test_processes_of_a_session_share_a_server_of_workers(
+    ray_worker_server: str, tmp_path: Path
+) -> None:
+    start_worker_server(Path(ray_worker_server), os.getpid())
+    with pytest.raises(RuntimeError):
+        start_worker_server(tmp_path / ("long" * 30), os.getpid())
 
 
 def placement_groups() -> list[Any]:
