@@ -312,7 +312,9 @@ class Replay:
         return self._stop > self._start
 
     def forget(self) -> None:
-        """Record for each router that forward passes up to this one can't be recomputed."""
+        """Drop the routes, and record for each router that forward passes up to this one can't be
+        recomputed."""
+        self._routes_LNK = self._routes_LNK.new_empty(0)
         for router in self._layer_of:
             _forgotten[router] = self._stop or 0
 
