@@ -35,7 +35,11 @@ from keel.trainer.build_agents import episode_runner
 from keel.trainer.learner import Learner
 from keel.trainer.placement.elastic import ElasticLayouts
 from keel.trainer.placement.hardware import ENGINE, JUDGE, RANK
-from keel.trainer.placement.memory import can_start_together, guaranteed_cache_bytes
+from keel.trainer.placement.memory import (
+    can_start_together,
+    guaranteed_cache_bytes,
+    selection_bytes,
+)
 from keel.trainer.placement.nodes import (
     Reservation,
     download_on_nodes,
@@ -195,9 +199,7 @@ def launch(
         scorer = stack.enter_context(build_scorer(config, judge, say, log, work_nodes))
         shared = bool(seats and seats.placement.shared)
         together = shared and can_start_together(config, task.facts, task.hardware.gpu_gib)
-        cache = 0
-        if together or config.rollout.quantization or config.algorithm.keep_selection:
-            cache = guaranteed_cache_bytes(config, task.facts, task.hardware.gpu_gib)
+        cache = _fixed_cache_bytes(task, together=together)
         options = partial(seats.options, ENGINE) if seats else None
         spec = EngineSpec.of(config, model, cache_bytes=cache)
         pool = RolloutPool(
@@ -313,6 +315,17 @@ def _start_cluster(
             nodes = {seat.node.id for seat in occupied if seat.kind in kinds}
             download_on_nodes(path, nodes=nodes)
     return config, seats
+
+
+def _fixed_cache_bytes(task: Task, *, together: bool) -> int:
+    """Return the size of an engine's KV cache, or 0 if vLLM measures the free memory for it. It
+    can't if ranks start `together` with it, or if quantized weights or recorded selections need
+    memory later."""
+    config, facts = task.config, task.facts
+    records = task.gpu and selection_bytes(config, facts) > 0
+    if together or config.rollout.quantization or records:
+        return guaranteed_cache_bytes(config, facts, task.hardware.gpu_gib)
+    return 0
 
 
 def _await_engines(engines: Future[tuple[str, ...]], watchdog: Watchdog) -> tuple[str, ...]:

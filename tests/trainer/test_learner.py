@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from keel.configs.schema import Config
 from keel.model import ray_timeouts
+from keel.model.load import ModelFacts
 from keel.rl.futures import failed
 from keel.rl.metrics import Mean, values
 from keel.rl.packing import TrainBatch
@@ -35,11 +36,13 @@ from keel.trainer.nonfinite import (
     SkipCounter,
     describe_findings,
 )
+from keel.trainer.placement.hardware import Hardware
 from keel.trainer.rank_calls import STEP, CallDeadline
 from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
 from tests.rl.packed import pack
 from tests.rl.rollouts import scored, segment, trajectory
 from tests.trainer.engine.ranks import make_config
+from tests.trainer.placement.shapes import MOE, machine, recipe
 from tests.waiting import PATIENCE_S
 
 
@@ -216,6 +219,20 @@ def test_failed_start_is_a_worker_loss() -> None:
     for error in (EngineError("its node has died"), TimeoutError("waited 600 s for engine 0")):
         with pytest.raises(WorkerLost, match=str(error)):
             system._await_engines(failed(error), watch)
+
+
+def test_only_recorded_selections_on_a_gpu_fix_the_cache() -> None:
+    sparse = replace(MOE, index_top_k=64, index_width=128)
+    config = recipe(keep_selection=True)
+
+    def fixed(gpu: bool, facts: ModelFacts) -> int:
+        hardware = machine(1, 80.0) if gpu else Hardware(gpu=False)
+        task: Any = SimpleNamespace(config=config, facts=facts, gpu=gpu, hardware=hardware)
+        return system._fixed_cache_bytes(task, together=False)
+
+    assert fixed(True, sparse) > 0
+    assert fixed(True, MOE) == 0
+    assert fixed(False, sparse) == 0, "the engine rejects it with a clear error"
 
 
 def test_endpoint_conversations_end_with_their_last_group() -> None:
