@@ -218,9 +218,9 @@ def describe(
             "  time-shared with the engine (rollout.time_share): "
             f"{gib(plan.offload.sampling)} of it then wait in host memory"
         )
-    if memory.selection_bytes(config, facts):
-        held = gib(memory.recordings_host_bytes(config, facts))
-        lines.append(f"  the recordings of a batch take {held} of each rank's host memory")
+    host = memory.host_bytes(config, facts, plan.offload)
+    if gpu and host >= GIB:
+        lines.append(f"  in host memory, each rank needs at least {gib(host)}")
     sections["time"] = plan.time.lines() if plan.time else []
     sections["run folder"] = [config.run.dir]
     return sections

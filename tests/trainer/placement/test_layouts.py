@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import DeepseekV32Config
 
 from keel.configs.diff import flatten_config
+from keel.configs.load import load_recipe
 from keel.configs.schema import (
     LAYOUT_KNOBS,
     Config,
@@ -21,6 +23,7 @@ from keel.configs.schema import (
     SamplingConfig,
     TrainerConfig,
 )
+from keel.model.load import facts_of
 from keel.trainer.placement import elastic as elastic_layouts
 from keel.trainer.placement.elastic import ElasticLayouts
 from keel.trainer.placement.hardware import Hardware, Node, idle_nodes, place
@@ -37,6 +40,7 @@ from keel.trainer.placement.layouts import (
     update_choice,
     with_values,
 )
+from keel.trainer.placement.memory import GIB, RANK_SPARE
 from keel.trainer.placement.plan import make_plan, plan_on
 from keel.trainer.run.checkpoint import _STATE
 from keel.trainer.run.journal import EVENTS
@@ -202,6 +206,24 @@ def test_resumed_run_keeps_its_choice() -> None:
     assert again.values == previous and again.reason == _CACHED
     smaller = choose(recipe(), LAYOUT_KNOBS, facts("1.7b"), machine(1, 23.0), first.values)
     assert smaller.reason != _CACHED
+
+
+@pytest.mark.parametrize(
+    ("nodes", "engines", "ranks", "minutes"), [(16, 4, 64, 37), (32, 4, 192, 28), (64, 16, 256, 10)]
+)
+def test_deepseek_v32_fits_as_documented(
+    nodes: int, engines: int, ranks: int, minutes: int
+) -> None:
+    """The table in docs/scaling.md. On 16 nodes, only with the optimizer in host memory."""
+    config, open_knobs = load_recipe("deepseek-v3.2-256x139", [f"run.nodes={nodes}"])
+    gib = config.run.gpu_gib
+    hardware = Hardware(gpu=True, nodes=tuple(idle_nodes(nodes, 8)), gpu_gib=gib, note="x")
+    choice = choose(config, open_knobs, facts_of(DeepseekV32Config()), hardware)
+    trainer, plan = choice.config.trainer, choice.plan
+    assert (choice.config.rollout.engines, trainer.ranks) == (engines, ranks)
+    assert trainer.offload_optimizer == (nodes == 16)
+    assert RANK_SPARE * plan.peak <= gib * GIB and plan.engine.total <= 0.95 * gib * GIB
+    assert plan.time is not None and round(plan.time.total / 60) == minutes
 
 
 def on_host(memory_gib: float) -> Hardware:
