@@ -35,7 +35,7 @@ from keel.configs.schema import (
     SamplingConfig,
     Section,
 )
-from keel.configs.sections.base import knob_types, section_type, suggest
+from keel.configs.sections.base import is_removed_default, knob_types, section_type, suggest
 from keel.configs.sections.data import ROWS
 
 C = TypeVar("C", bound=Section)
@@ -503,7 +503,7 @@ class _Builder:
             if name in _UNRECORDED and cls in (RolloutConfig, SamplingConfig, EvalConfig):
                 why = "changes the distribution without being recorded, so probability ratios "
                 self.problem((*keys, name), f"{path}: {why}would be wrong. Remove it")
-            elif name not in hints:
+            elif name not in hints and not is_removed_default(path, tree.get(name)):
                 hint = suggest(path, self.root)
                 self.problem((*keys, name), f"{path}: no such knob; {hint}")
         values: dict[str, Any] = {}

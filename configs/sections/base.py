@@ -43,8 +43,8 @@ def knob(
 ) -> T:
     """Declare a knob.
 
-    The section checks the bounds, and `require_kinds` that only sources of certain `kinds` set the
-    knob. A `resumable` knob may change when a run resumes, because it doesn't change the objective.
+    The section enforces the bounds. With `kinds`, only sources of these kinds may set the knob
+    (`require_kinds`). A `resumable` knob may change when a run resumes, because it doesn't change the objective.
     An `auto` knob has the value `auto` in a recipe by default.
     """
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
@@ -174,6 +174,22 @@ _RENAMED = {
     "worked": "worked_fraction",
 }
 """Maps the old name of a knob or section to its current name in the same section."""
+_KEPT = "`keel filter` writes the selected prompts to kept/<source>.jsonl (source: jsonl)"
+_REMOVED: Mapping[str, tuple[str | float, str]] = {
+    "data.sources[].least_pass_rate": (0.0, _KEPT),
+    "data.sources[].most_pass_rate": (1.0, _KEPT),
+    "data.sources[].pass_rates": ("", _KEPT),
+    "eval.against": ("", "run `keel compare` on the folders of two evaluations"),
+}
+"""Maps the path of a removed knob to its default and what to use instead. The default is ignored,
+because the recipes in older run folders list all knobs."""
+_INDEX = re.compile(r"\[[^]]*\]")
+
+
+def is_removed_default(path: str, value: object) -> bool:
+    """Return whether `path` is a removed knob that has its former default."""
+    removed = _REMOVED.get(_INDEX.sub("[]", path))
+    return removed is not None and value == removed[0]
 
 
 def suggest(path: str, root: type) -> str:
@@ -183,7 +199,9 @@ def suggest(path: str, root: type) -> str:
     are the more common mistake.
     """
     section, _, key = path.rpartition(".")
-    plain = re.sub(r"\[[^]]*\]", "[]", path)
+    plain = _INDEX.sub("[]", path)
+    if plain in _REMOVED:
+        return _REMOVED[plain][1]
     knobs = sorted(_knob_paths(root), key=lambda knob: knob.count("."))
     names = [*knobs, *dict.fromkeys(knob.rpartition(".")[0] for knob in knobs)]
     if key in _RENAMED and plain.removesuffix(key) + _RENAMED[key] in names:

@@ -14,7 +14,7 @@ from keel.configs.dump import dump_config
 from keel.configs.load import load_as, load_config
 from keel.configs.paths import data_path, shipped_recipes, unwritable
 from keel.configs.schema import Config, ConfigError, DataConfig, LoraConfig, SourceConfig
-from keel.configs.sections.base import _RENAMED, _knob_paths
+from keel.configs.sections.base import _REMOVED, _RENAMED, _knob_paths
 from keel.configs.synthesis import SynthesisConfig
 from keel.configs.system_prompts import with_system
 from keel.configs.work_folder import WorkFolder
@@ -93,6 +93,11 @@ def test_old_names_are_answered_with_new_ones(tmp_path: Path) -> None:
     length = "data.sources[sums].length"
     assert refused(path, f"{length}.right=1").endswith(f"renamed to {length}.correct_threshold")
     assert refused(path, "model.embedded.layers=1").endswith("renamed to model.tiny")
+    assert "keel compare" in refused(path, "eval.against=x")
+    assert not known & _REMOVED.keys()
+    defaults = ["eval.against=''", "data.sources[sums].most_pass_rate=1.0"]
+    assert load_config(path, defaults) == load_config(path)
+    assert "keel filter" in refused(path, "data.sources[sums].most_pass_rate=0.5")
     assert refused(path, "model.path=embedded").endswith("renamed to tiny")
 
 
