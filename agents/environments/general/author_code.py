@@ -94,7 +94,9 @@ MODULES = (
 )
 """Modules that tools and verifiers may import. None of them gives access to files, clocks or
 processes."""
-for _name in (*MODULES, "_strptime"):  # imported now, because their process can open no file
+_IMPORTABLE = (*MODULES, "_strptime")
+"""`datetime.strptime` imports `_strptime` itself."""
+for _name in _IMPORTABLE:  # imported now, because their process can open no file
     importlib.import_module(_name)
 _PLAIN = (
     *("abs", "all", "any", "bin", "bool", "chr", "dict", "divmod", "enumerate", "filter", "float"),
@@ -106,8 +108,8 @@ _PLAIN = (
     *("ZeroDivisionError", "NotImplementedError"),
 )
 _MORE = (
-    *("__import__", "__build_class__", "bytes", "callable", "complex", "format", "issubclass"),
-    *("object", "property", "staticmethod", "classmethod", "super", "type"),
+    *("__build_class__", "bytes", "callable", "complex", "format", "issubclass", "object"),
+    *("property", "staticmethod", "classmethod", "super", "type"),
 )
 _CLOSED = re.compile(r"_.*|(gi|cr|ag|tb|f|co|func)_\w+|format|format_map|mro|now|today|utcnow")
 """Forbidden attributes, which would give access to the interpreter or the clock."""
@@ -138,7 +140,8 @@ def _complaint(node: ast.AST, part: _Part) -> str:
             return "a solution imports nothing: it calls tools and does logic"
         names = [alias.name for alias in node.names]
         if isinstance(node, ast.ImportFrom):
-            names = [node.module or "."] if not node.level else ["."]
+            module = "." if node.level or not node.module else node.module
+            names = [module, *_imported_modules(module, names)]
         if part == "verify" and "random" in names:
             return "imports random: a verifier says the same each time"
         unknown = [name for name in names if name not in MODULES]
@@ -159,10 +162,30 @@ def _complaint(node: ast.AST, part: _Part) -> str:
     return ""
 
 
+def _imported_modules(module: str, names: Sequence[str]) -> list[str]:
+    """Return the modules and private names that `from module import names` would import, such as
+    `statistics.sys` and `random._os`."""
+    attributes = vars(sys.modules[module]) if module in MODULES else {}
+    return [
+        f"{module}.{name}"
+        for name in names
+        if name.startswith("_") or isinstance(attributes.get(name), ModuleType)
+    ]
+
+
 def _namespace(part: _Part) -> dict[str, Any]:
+    def import_module(
+        name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
+    ) -> ModuleType:
+        if name not in _IMPORTABLE or level:
+            raise ImportError(f"there is no module {name!r} for a task's code")
+        return importlib.__import__(name, globals, locals, fromlist, level)
+
     names = _PLAIN if part == "solve" else (*_PLAIN, *_MORE)
     functions: dict[str, Any] = {name: getattr(builtins, name) for name in names}
     functions["print"] = lambda *_, **__: None  # type: ignore[misc]
+    if part != "solve":
+        functions["__import__"] = import_module
     return {"__builtins__": functions, "__name__": part}
 
 

@@ -1,5 +1,7 @@
 """Checks of an author's code, and folders of environments."""
 
+from typing import get_type_hints
+
 import pytest
 
 from keel.agents.env_runtime.tool_objects import InvalidEnvironment
@@ -23,6 +25,9 @@ from keel.agents.environments.general.author_code import (
         ("tools", "import os.path"),
         ("tools", "def f():\n    global database"),
         ("tools", "import random\nrandom._os"),
+        ("tools", "from random import _os"),
+        ("tools", "from statistics import mean, sys"),
+        ("verify", "from statistics import random"),
         ("verify", "def f(a, b):\n    from random import random"),
         ("verify", "-" * 100_000 + "1"),
     ],
@@ -30,6 +35,17 @@ from keel.agents.environments.general.author_code import (
 def test_forbidden_code_is_refused(part: _Part, source: str) -> None:
     with pytest.raises(InvalidEnvironment, match=part):
         _parse_code(source, part)
+
+
+def test_only_listed_modules_are_imported_at_run_time() -> None:
+    source = (
+        "from collections import abc\nfrom datetime import datetime\n"
+        "def verify_0(a, b: \"(__import__)('os')\"): return datetime.strptime(a, '%Y').year\n"
+    )
+    verify = _compile_function(source, "verify", "verify_0", 2)
+    assert verify("2020", 0) == 2020
+    with pytest.raises(ImportError, match="os"):
+        get_type_hints(verify)
 
 
 def test_a_function_includes_its_imports() -> None:
