@@ -400,7 +400,7 @@ BASE_ENV = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentProgram(ProcessSettings):
     """Settings for running an environment, shared by all episodes: a `target` in Python, or the
-    `command` or `url` of an MCP server."""
+    `command` or `url` of an MCP server. The fields from `kind` on apply only to a `target`."""
 
     command: Sequence[str] = ()
     """The command that starts the MCP server of an episode. `{seed}` is replaced by the seed."""
@@ -426,6 +426,10 @@ class EnvironmentProgram(ProcessSettings):
         ProcessSettings.__post_init__(self)
         if sum(map(bool, (self.target, self.command, self.url))) != 1:
             raise ValueError("environment: set one of target, command and url")
+        if self.target.startswith(":"):
+            raise ValueError(f"target = {self.target!r}; write module:name")
+        if self.arguments and not self.target:
+            raise ValueError("arguments: only a target takes arguments")
         if not self.target and find_spec("mcp") is None:
             raise ValueError("MCP server: the package is missing; pip install 'mcp>=2,<3'")
         try:

@@ -45,6 +45,20 @@ def limits_of(how: str) -> tuple[float, ...]:
     return LIMITS_S if how == "hang" else (PATIENCE_S,)
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, "set one of target, command and url"),
+        ({"target": "shop:Shop", "url": "http://shop"}, "set one of"),
+        ({"target": ":Shop"}, "write module:name"),
+        ({"command": ["shop"], "arguments": {"a": 1}}, "arguments"),
+    ],
+)
+def test_settings_that_name_no_environment(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        EnvironmentProgram(**settings)
+
+
 @asynchronous
 async def test_episode_from_opening_to_verdict() -> None:
     environment = ProcessEnvironment(program())
