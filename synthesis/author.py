@@ -308,5 +308,6 @@ async def gather_or_cancel(*work: Coroutine[Any, Any, _T]) -> list[_T]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        first = errors.exceptions[0]
+        raise first from first.__cause__
     return [task.result() for task in tasks]

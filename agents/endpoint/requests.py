@@ -263,10 +263,10 @@ def load_json(text: bytes | str) -> Any:
 def load_object(body: bytes) -> dict[str, Any]:
     try:
         value = load_json(body)
-        if not isinstance(value, dict):
-            raise ValueError("it must be an object")
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     return cast(dict[str, Any], value)
 
 

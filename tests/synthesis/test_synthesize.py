@@ -30,6 +30,7 @@ from keel.synthesis.author import (
     CallUsage,
     SynthesisBudget,
     ToolLoopResult,
+    gather_or_cancel,
     run_tool_loop,
 )
 from keel.synthesis.general.pipeline import _number_function, _split_sections
@@ -66,6 +67,17 @@ async def even(key: str) -> None:
     await asyncio.sleep(0)
     if int(key[1:]) % 2:
         raise Rejected("parity", "is odd \ud83d"[: 6 + 2 * (key == "t1")])
+
+
+def test_first_error_keeps_its_cause_and_cancels_the_others() -> None:
+    cause = OSError("no route")
+
+    async def fail() -> None:
+        raise AuthorLost("gone") from cause
+
+    with pytest.raises(AuthorLost) as caught:
+        asyncio.run(gather_or_cancel(fail(), asyncio.sleep(1000)))
+    assert caught.value.__cause__ is cause
 
 
 def test_tasks_are_kept_or_rejected(tmp_path: Path) -> None:

@@ -67,13 +67,15 @@ def _list_files(folder: Path) -> list[Path]:
     """Return the files in a folder that can be read as documents, sorted."""
     if not folder.is_dir():
         raise ValueError(f"corpus {folder}: there is no such folder")
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in (*_TEXT, *_HTML, *_LINES)
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        and stat.S_ISREG(path.lstat().st_mode)
-    )
+    paths: list[Path] = []
+    for above, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        for name in names:
+            path = Path(above, name)
+            known = path.suffix.lower() in (*_TEXT, *_HTML, *_LINES) and name[0] != "."
+            if known and stat.S_ISREG(path.lstat().st_mode):
+                paths.append(path)
+    return sorted(paths)
 
 
 def _fingerprint(folder: Path, files: Sequence[Path]) -> str:

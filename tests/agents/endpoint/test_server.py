@@ -164,9 +164,10 @@ async def test_invalid_request_names_its_field() -> None:
             status, answer = await post(address, json.dumps(body).encode())
             assert (status, answer["error"]["param"]) == (400, name), answer
             assert answer["error"]["type"] == "invalid_request_error"
-        for body in (b"{", b"[]", b"[" * 100_000, b'{"n": NaN}', b"\xff"):
+        for body in (b"{", b"[{}]", b"[" * 100_000, b'{"n": NaN}', b"\xff"):
             status, answer = await post(address, body)
             assert (status, answer["error"]["code"]) == (400, "invalid_json")
+            assert ("must be a JSON object" in answer["error"]["message"]) == (body == b"[{}]")
         packed = gzip.compress(b" " * (1 << 20))
         status, answer = await post(address, packed, {"Content-Encoding": "gzip"})
         assert (status, answer["error"]["code"]) == (400, "unsupported_encoding")

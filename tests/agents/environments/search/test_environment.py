@@ -162,6 +162,8 @@ def test_files_outside_the_folder_are_excluded(tmp_path: Path) -> None:
     corpus.mkdir()
     (corpus / "a.txt").write_text("A fish.")
     (corpus / ".env.txt").write_text("hidden")
+    (corpus / ".git").mkdir()
+    (corpus / ".git" / "notes.txt").write_text("hidden")
     (corpus / "link.txt").symlink_to(secret)
     os.mkfifo(corpus / "pipe.txt")
     index = SearchIndex(ensure_index(corpus, tmp_path / "index"))
