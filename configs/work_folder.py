@@ -22,14 +22,19 @@ def read_records(path: Path, parse: Callable[[Any], _R], kind: str) -> list[_R]:
     ConfigError with the file name and line number of a malformed line."""
     records: list[_R] = []
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read as {kind}: {error}") from error
+    try:
+        json.loads(lines[-1])
+    except ValueError:  # empty or incomplete
+        lines.pop()
     for number, line in enumerate(lines, start=1):
         try:
             records.append(parse(json.loads(line.decode("utf-8", "surrogatepass"))))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{path}:{number}: not a line of {kind}: {error}") from error
+            reason = f"missing key {error}" if isinstance(error, KeyError) else error
+            raise ConfigError(f"{path}:{number}: not a line of {kind}: {reason}") from error
     return records
 
 

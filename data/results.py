@@ -193,7 +193,9 @@ def compare(first: str, second: str) -> str:
     pairs = [(earlier[key], one) for one in after if (key := (one.variant, one.id)) in earlier]
     both = f"{first}, {second}"
     if not pairs:
-        raise ConfigError(f"{both}: the two evaluations have no prompt of the same variant")
+        raise ConfigError(
+            f"{both}: the two evaluations have no prompt of the same variant in common"
+        )
     for one, other in pairs:
         if one.digest != other.digest:
             raise ConfigError(f"{both}: the two evaluations have different prompts called {one.id}")

@@ -83,11 +83,13 @@ def evaluation(folder: Path, *graded: tuple[str, float], error: float = 0.0) -> 
     return folder
 
 
-def test_graded_proofs_become_tasks(tmp_path: Path) -> None:
+def test_graded_proofs_become_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     right, wrong = proof_text("1", "By \ud800 induction."), proof_text("1", "Obvious.")
     several = [(proof_text("0", f"Try {n}."), 0.0) for n in range(4)]
     first = evaluation(tmp_path / "a", (right, 1.0), (wrong, 0.0), ("no form", 0.0), (right, 1.0))
     second = evaluation(tmp_path / "b", *several, (proof_text("1", "Half."), 0.5))
+    samples = second / "samples.jsonl"
+    samples.write_text(samples.read_text().rstrip("\n"))  # as an editor may save it
     out = tmp_path / "verify.jsonl"
     assert make_proof_tasks([str(first), str(second), "--out", str(out), "--each", "2"]) == 0
     source = SourceConfig(name="v", source="jsonl", path=str(out))
@@ -97,6 +99,10 @@ def test_graded_proofs_become_tasks(tmp_path: Path) -> None:
     shown = prompts[1].messages[-1]["content"]
     assert "Prove it." in shown and "Obvious." in shown
     assert "Self Evaluation" not in shown and "score" not in shown
+    samples.write_text('{"prompt": []}\n')
+    assert make_proof_tasks([str(second), "--out", str(tmp_path / "none.jsonl")]) == 2
+    message = f"{samples}:1: not a line of an evaluation: missing key 'samples'"
+    assert capsys.readouterr().err.strip() == message
 
 
 def test_shipped_problems_are_those_of_the_script() -> None:
