@@ -201,6 +201,21 @@ def test_training_prompts_can_be_evaluated(fake: Fake, tmp_path: Path) -> None:
     assert not asked & {p.prompt_id for some in dataset.heldout.values() for p in some}
 
 
+def test_completions_are_split_into_groups() -> None:
+    config = load_config("quickstart", ["algorithm.group_size=4"])
+    prompts = [prompt(f"p/{n}") for n in range(2 * _max_prompts_in_flight(config, 10) + 1)]
+    recorded: dict[str, list[int]] = {}
+
+    def record(prompt: Prompt, groups: list[ScoredGroup]) -> None:
+        completions = [(g.group.trajectories, g.group.dropped) for g in groups]
+        recorded[prompt.prompt_id] = [len(made) + len(lost) for made, lost in completions]
+
+    engines: Any = Fake()
+    _sample_prompts(engines, prompts, 10, config, record=record, note=str, stop=lambda: False)
+    assert engines.asked == [(each, size) for each in prompts for size in (4, 4, 2)]
+    assert recorded == {each.prompt_id: [4, 4, 2] for each in prompts}
+
+
 def test_stop_keeps_complete_prompts() -> None:
     config = load_config("quickstart", ["algorithm.group_size=4"])
     recorded: list[str] = []

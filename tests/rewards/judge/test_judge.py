@@ -415,6 +415,13 @@ def test_restarted_server_gets_requests_at_once(monkeypatch: pytest.MonkeyPatch)
             assert len(restarted.requests) == before + 1
 
 
+def test_a_retry_leaves_a_failing_server() -> None:
+    with running(lambda _: Reply("down", 500)) as failing, running(good) as fine:
+        with JudgeService(settings(f"{failing.url} {fine.url}", retries=1)) as service:
+            judged(service, "blue")
+        assert len(failing.requests) == 1
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_each_server_has_its_own_limit(count: int) -> None:
     barrier = threading.Barrier(3 * count)
