@@ -14,9 +14,9 @@ _STEPPING = tuple(
 """Knobs of the learning rates and their schedule."""
 _RESUMABLE_SECTIONS = ("alarms.", "endpoint.", "eval.", "filter.")
 RESUMABLE_KNOBS = frozenset(marked_knobs(Config, "resumable"))
-"""Knobs that can change when a run resumes, because they do not change the objective. A new
-learning rate or schedule applies from the resumed step on. A new `run.steps` stretches a `linear`
-or `cosine` schedule."""
+"""Knobs outside `_RESUMABLE_SECTIONS` that can change when a run resumes, because they do not
+change the objective. A new learning rate or schedule applies from the resumed step on. A new
+`run.steps` stretches a `linear` or `cosine` schedule."""
 _NAMED = (SourceConfig, ConversationsConfig)
 _ABSENT = "(absent)"
 

@@ -44,8 +44,8 @@ def knob(
     """Declare a knob.
 
     The section enforces the bounds. With `kinds`, only sources of these kinds may set the knob
-    (`require_kinds`). A `resumable` knob may change when a run resumes, because it doesn't change the objective.
-    An `auto` knob has the value `auto` in a recipe by default.
+    (`require_kinds`). A `resumable` knob may change when a run resumes, because it doesn't change
+    the objective. An `auto` knob has the value `auto` in a recipe by default.
     """
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
     given = {name: limit for name, limit in bounds.items() if limit is not None}

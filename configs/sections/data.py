@@ -249,6 +249,7 @@ class DataConfig(Section, path="data"):
         among = " in data.train_on" * bool(self.train_on)
         rule = f"at least one source needs a weight above 0{among}"
         require(trained, "data.sources", names, rule)
+        domains = self.domains
         for source in self.sources:
             domain = source.domain_name
             others = (source.length.linear, source.length.overlong, source.kl_coef)
@@ -260,7 +261,7 @@ class DataConfig(Section, path="data"):
             )
             for name in ("rewards", "length", "budget", "teacher"):
                 source.require(
-                    getattr(source, name) == getattr(self.domains[domain], name),
+                    getattr(source, name) == getattr(domains[domain], name),
                     name,
                     f"differs from another source of domain {domain!r}. Use the same {name} or a "
                     "separate domain",

@@ -2,8 +2,8 @@
 
 import re
 import sys
-from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from dataclasses import MISSING, fields, is_dataclass, replace
+from typing import Any, get_args
 
 import pytest
 
@@ -15,6 +15,7 @@ from keel.configs.schema import (
     CodeConfig,
     Config,
     ConfigError,
+    ConversationsConfig,
     DataConfig,
     EnvironmentConfig,
     EvalConfig,
@@ -31,6 +32,7 @@ from keel.configs.schema import (
     TinyModelConfig,
     TrainerConfig,
 )
+from keel.configs.sections.base import knob_types
 from keel.trainer.build_agents import budget
 from keel.trainer.prepare import length_rules
 
@@ -136,6 +138,27 @@ def test_every_section_with_bounds_checks_them() -> None:
 def test_conflicting_knobs_are_refused(section: Any, options: dict[str, Any], knob: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"{knob} = ")):
         section(**options)
+
+
+SOURCE_KNOBS = [
+    (section, field)
+    for section in (SourceConfig, ConversationsConfig)
+    for field in fields(section)
+    if field.metadata.get("kinds")
+]
+
+
+@pytest.mark.parametrize(
+    ("section", "field"), SOURCE_KNOBS, ids=lambda one: getattr(one, "name", None)
+)
+def test_knobs_of_other_kinds_of_sources_are_refused(section: Any, field: Any) -> None:
+    others = {"jsonl": "path", "reasoning_gym": "task", "text": "path"}
+    kinds = get_args(knob_types(section)["source"])
+    source = next(one for one in others if one in kinds and one not in field.metadata["kinds"])
+    default = {} if field.default is MISSING else field.default
+    value = {dict: {"a": "b"}, str: "skip", bool: True, int: 5, float: 0.5}[type(default)]
+    with pytest.raises(ConfigError, match=rf"\[a\]\.{field.name} = .*belongs to source: "):
+        section(**{"name": "a", "source": source, others[source]: "a", field.name: value})
 
 
 def test_missing_replay_is_refused_unless_allowed() -> None:
