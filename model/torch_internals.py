@@ -92,10 +92,22 @@ def nccl_options(timeout: timedelta) -> Any:
     return options
 
 
+def position_of_index() -> int:
+    """Return the position of the GPU index in a handle from `reduce_tensor`. Raises RuntimeError if
+    the installed PyTorch has none."""
+    names = list(inspect.signature(rebuild_cuda_tensor).parameters)
+    if "storage_device" not in names:
+        raise RuntimeError(
+            f"PyTorch {torch.__version__}: rebuild_cuda_tensor has no storage_device. "
+            "Install 2.11 to 2.13"
+        )
+    return names.index("storage_device")
+
+
 def with_local_index(handle: tuple[Any, ...], index: int | None) -> tuple[Any, ...]:
     """Replace the GPU index in a handle from `reduce_tensor` with `index`, the GPU's index within
     this process."""
-    at = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
+    at = position_of_index()
     return (*handle[:at], index, *handle[at + 1 :])
 
 

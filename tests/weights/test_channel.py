@@ -1,5 +1,6 @@
 """Two ends of a channel and of a control channel, as threads of one process with gloo."""
 
+import inspect
 import pickle
 import threading
 import time
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from keel.model import torch_internals
 from keel.weights.channel import (
     BeginUpdate,
     Bucket,
@@ -288,3 +290,13 @@ def test_channel_errors_keep_their_type(error: Exception, kind: type[Exception])
     with pytest.raises(kind, match=str(error)) as raised:
         call_workers(Workers(good, Worker(error)), "keel_load_bucket", "a")
     assert type(raised.value) is kind and good.loaded == ["a"]
+
+
+def test_shared_buckets_need_a_known_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = tuple(inspect.signature(torch_internals.rebuild_cuda_tensor).parameters)
+    local = torch_internals.with_local_index(names, 3)
+    changed = [name for name, value in zip(names, local, strict=True) if value != name]
+    assert changed == ["storage_device"]
+    monkeypatch.setattr(torch_internals, "rebuild_cuda_tensor", lambda device: None)
+    with pytest.raises(RuntimeError, match=r"no storage_device\. Install 2\.11 to 2\.13"):
+        torch_internals.with_local_index(names, 3)

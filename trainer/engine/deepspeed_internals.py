@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.utils import get_total_norm
 
 from keel.model.imports import not_found
-from keel.model.torch_internals import storage_id
+from keel.model.torch_internals import position_of_index, storage_id
 
 # DeepSpeed's autotuner would load MLflow, a tenth of a rank's imports.
 with not_found("mlflow"):
@@ -24,8 +24,9 @@ VERSION = "0.19.8"
 
 
 def check_libraries() -> None:
-    """Raise RuntimeError unless DeepSpeed is the version that Keel needs. Also disables its
-    all-reduce kernel for CPUs, which would take a minute to compile."""
+    """Raise RuntimeError unless PyTorch and DeepSpeed are versions that Keel supports. Also
+    disables DeepSpeed's all-reduce kernel for CPUs, which would take a minute to compile."""
+    position_of_index()  # before the first weight update needs it
     if deepspeed.__version__ != VERSION:
         raise RuntimeError(
             f"DeepSpeed {deepspeed.__version__} is installed, but Keel needs {VERSION}. Run "

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.fp16 import loss_scaler
@@ -17,12 +18,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from keel.configs.schema import Config, DataConfig, LoraConfig, SourceConfig
+from keel.model import torch_internals
 from keel.model.layers import flash4
 from keel.rl.futures import done
 from keel.rl.metrics import values
 from keel.rl.packing import TrainBatch
 from keel.rl.types import ScoredGroup
-from keel.trainer.engine.deepspeed_internals import loss_scale, set_loss_scale
+from keel.trainer.engine.deepspeed_internals import check_libraries, loss_scale, set_loss_scale
 from keel.trainer.engine.engine import TrainerEngine
 from keel.trainer.learner import Learner, TrainerWorker, plan_batches
 from keel.trainer.placement.elastic import OomRecovery
@@ -44,6 +46,16 @@ pytestmark = pytest.mark.e2e
 
 DOUBLED = (1, 3)
 WINDOW = 3
+
+
+def test_unknown_libraries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_internals, "rebuild_cuda_tensor", lambda device: None)
+    with pytest.raises(RuntimeError, match="PyTorch"):
+        check_libraries()
+    monkeypatch.undo()
+    monkeypatch.setattr(deepspeed, "__version__", "1")
+    with pytest.raises(RuntimeError, match="DeepSpeed 1 is installed"):
+        check_libraries()
 
 
 @contextmanager
