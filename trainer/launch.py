@@ -232,6 +232,9 @@ def launch(
         with waiting(actors):
             engines, warnings = threads.submit(pool.start), list[str]()
             if ranks is not None:
+                # A wrong library is reported before the engines have loaded.
+                prepared = threads.submit(ranks.wait_until_prepared)
+                wait_for(prepared, watchdog.should_stop_waiting)
                 if shared and not together:  # ranks take memory when the engines have theirs
                     _await_engines(engines, watchdog)
                 started = threads.submit(ranks.start)

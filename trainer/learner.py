@@ -92,8 +92,7 @@ class Learner(RankCalls):
         super().__init__(ranks, config, direct=direct)
         self._model_path, self._put_to_sleep = model_path, put_to_sleep
         self._oom_recovery = oom_recovery
-        for rank in self._ranks:  # not waited for: the calls of `start` queue behind it
-            ray_timeouts.call(rank.prepare, model_path, config)
+        self._prepared = self._submit("prepare", [(model_path, config)] * trainer.ranks)
         self._senders: list[threading.Thread] = []
         self.version = 0
         """Version of the ranks' weights."""
@@ -102,6 +101,14 @@ class Learner(RankCalls):
         ran out of memory."""
         self.token_numbers: Mapping[int, TokenNumbers] = {}
         """Per-token values from the last step for the segments to be saved, keyed by segment."""
+
+    def wait_until_prepared(self) -> None:
+        """Wait until every rank has loaded its libraries and the model into host memory, within
+        `run.startup_timeout_s`. Raises RuntimeError if a library is missing or has a wrong version.
+        """
+        seconds = self._config.run.startup_timeout_s
+        what = "loading the trainer's libraries and model"
+        self._wait(self._prepared, CallDeadline(what, seconds, "run.startup_timeout_s"))
 
     def start(self) -> list[str]:
         """Load the model on every rank within `run.startup_timeout_s`. Returns the notes from rank
@@ -359,15 +366,17 @@ class TrainerWorker:
         self._packed: list[TrainBatch] = []
 
     def prepare(self, model_path: str, config: Config) -> None:
-        """Import the libraries, and load the model into host memory if this rank has to read it
-        (see `read_once`). Uses no GPU memory."""
+        """Import and check the libraries, and load the model into host memory if this rank has to
+        read it (see `read_once`). Uses no GPU memory."""
         with heavy_imports():  # the driver imports this module
             import torch  # noqa: PLC0415
             from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
             from keel.model.load import load_policy  # noqa: PLC0415
+            from keel.trainer.engine.deepspeed_internals import check_libraries  # noqa: PLC0415
             from keel.trainer.engine.zero import compute_dtype  # noqa: PLC0415
 
+        check_libraries()
         disable_progress_bar()
         dtype = compute_dtype(config, torch.device("cuda" if self._gpu else "cpu"))
         if self._rank < config.trainer.reading_ranks:

@@ -144,6 +144,14 @@ def test_lost_sender_fails_every_engine(monkeypatch: pytest.MonkeyPatch) -> None
     assert isinstance(two.exception(PATIENCE_S), EngineError)
 
 
+def test_failed_preparation_names_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch, (1, raised(RuntimeError("DeepSpeed 1 is installed"))), (2, None))
+    learner = ranks.learner(make_config(2, 1))
+    learner._prepared = [0, 1]
+    with pytest.raises(RuntimeError, match=r"rank 0 .* libraries and model: DeepSpeed 1 is"):
+        learner.wait_until_prepared()
+
+
 def test_host_memory_is_not_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for error, kind in (
         (OutOfMemoryError("Ray killed the process"), WorkerLost),
