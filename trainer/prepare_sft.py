@@ -29,6 +29,7 @@ from keel.rollout.chat.template_checks import check_prefix_preserving
 from keel.trainer.placement.families import check_indexer_length
 from keel.trainer.placement.nodes import detect_hardware
 from keel.trainer.placement.plan import model_line, ranks_line
+from keel.trainer.placement.step_time import seconds, sft_seconds
 from keel.trainer.prepare import DetectHardware, PlannedModel, load_prompts, plan_model
 from keel.trainer.run.checkpoint import latest_complete, read_state
 from keel.trainer.sft import Batches
@@ -77,6 +78,15 @@ class SftTask(PlannedModel):
         if self.format:
             data.append(f"chats are written in the format {self.format}")
         attention = [_ATTENTION[trainer.attention]] if self.facts.index_top_k else []
+        time: list[str] = []
+        if self.gpu:
+            spec = self.hardware.spec
+            step = sft_seconds(config, self.facts, spec)
+            hours = config.run.steps * step / 3600
+            time = [
+                f"ESTIMATE, not measured, for {spec.name} and {what} of full length: "
+                f"{seconds(step)} per step, {hours:,.1f} hours for {config.run.steps:,} steps"
+            ]
         return self._text(
             {
                 "model": [model_line(config, self.facts)],
@@ -88,6 +98,7 @@ class SftTask(PlannedModel):
                 "hardware": [str(self.hardware) if self.gpu else "on CPU"],
                 "placement": seats,
                 "memory": [f"trainer rank: {self.plan.trainer}"],
+                "time": time,
                 "run folder": [config.run.dir],
             }
         )

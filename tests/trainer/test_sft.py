@@ -21,6 +21,7 @@ from keel.rl.types import StepResult
 from keel.trainer import sft
 from keel.trainer.prepare_sft import _text_encoder, prepare_pretraining, prepare_sft
 from keel.trainer.run.checkpoint import State, save
+from tests.trainer.placement.shapes import machine
 
 
 def lessons(*lengths: int) -> list[SftExample]:
@@ -229,6 +230,14 @@ def test_recipes_of_the_report_run_in_small(
     small |= {"text": f"sft.sources[text].path={tmp_path}", "dir": f"run.dir={tmp_path}"}
     task = prepare_pretraining(name, [*small.values()])
     assert task.config.trainer.lr == trainer.lr and len(task.batches.take()) > 0
+
+
+def test_plan_on_gpus_has_a_time(tmp_path: Path) -> None:
+    overrides, path = ["run.device=gpu", "run.steps=3600"], recipe(tmp_path, text=True)
+    task = prepare_sft(path, overrides, hardware=lambda _: machine(1, 80.0))
+    (line,) = [each for each in task.text().splitlines() if each.startswith("time")]
+    (each,) = re.findall(r"([\d.]+) ms per step, [\d.]+ hours for 3,600 steps", line)
+    assert float(each) > 0
 
 
 @pytest.mark.parametrize("epochs", [1.5, 2, 2.5])
