@@ -49,6 +49,7 @@ _PAGES = {
     "agents": "agents",
     "algorithm": "stability",
     "trainer": "performance",
+    "trainer.hpz_partition_size": "scaling",
     "alarms": "alarms",
     "eval": "evaluation",
     "filter": "rollouts",
