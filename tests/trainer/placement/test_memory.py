@@ -35,6 +35,7 @@ from keel.trainer.placement.memory import (
     OffloadPlan,
     _held_bytes,
     cached_sequences,
+    check_trainer_fits,
     count_micro_batches,
     engine_sequences,
     guaranteed_cache_bytes,
@@ -260,6 +261,13 @@ def test_recorded_selections_take_memory_on_engines_ranks_and_hosts() -> None:
     assert guaranteed_cache_bytes(plain, facts, size) == 0  # vLLM measures its cache
     short = replace(facts, index_top_k=8000)  # attends to everything
     assert plan(config, short).engine.parts["selections"] == 0
+    # A sleeping engine keeps them.
+    config = turns(0.5)
+    rank = memory(config)
+    gpu_gib = (needed_bytes(config, rank, shared=True) / GIB + ENGINE_CUDA_GIB) + 1
+    check_trainer_fits(config, rank, gpu_gib, shared=True, selections=0.9 * GIB)
+    with pytest.raises(DoesNotFit):
+        check_trainer_fits(config, rank, gpu_gib, shared=True, selections=1.1 * GIB)
 
 
 @pytest.mark.parametrize(("context", "measured"), [(4096, 67.8), (16_384, 69.4), (65_536, 209.1)])
