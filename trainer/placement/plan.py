@@ -40,11 +40,14 @@ def _hint(config: Config, facts: ModelFacts, hardware: Hardware, limit: MemoryLi
             "Spread an engine's weights over more GPUs (rollout.tensor_parallel = "
             f"{config.rollout.tensor_parallel}; above {most}, a multiple of it takes several "
             "nodes), or use larger GPUs"
+            + ", or set algorithm.keep_selection=false"
+            * config.algorithm.keep_selection
         )
     if limit == "host":
         ways = {
             "trainer.offload_optimizer=false": trainer.offload_optimizer,
             "trainer.offload_while_sampling=false": trainer.offload_while_sampling,
+            "algorithm.keep_selection=false": config.algorithm.keep_selection,
             "fewer trainer ranks per node": True,
         }
         more = "larger nodes"

@@ -259,6 +259,8 @@ def test_recorded_selections_take_memory_on_engines_ranks_and_hosts() -> None:
         assert held.cached == 16 * part
         assert held.engine.parts["selections"] == pytest.approx(part * engine["selections"])
     assert guaranteed_cache_bytes(plain, facts, size) == 0  # vLLM measures its cache
+    with pytest.raises(ConfigError, match=r"selections of one trajectory.*keep_selection=false"):
+        plan_on(config, facts, replace(cluster(1), gpu_gib=50.0))
     short = replace(facts, index_top_k=8000)  # attends to everything
     assert plan(config, short).engine.parts["selections"] == 0
     # A sleeping engine keeps them.
