@@ -156,7 +156,7 @@ def working_folder(tmp_path: Path, monkeypatch: Patch) -> Path:
 def requests(monkeypatch: Patch, tmp_path: Path) -> list[Config]:
     configs: list[Config] = []
 
-    def train(recipe: str, overrides: list[str], *, after_step: Any, again: str) -> None:
+    def train(recipe: str, overrides: list[str], *, after_step: Any, resume_command: str) -> None:
         config = load_config(recipe, overrides)
         configs.append(config)
         folder = Path(config.run.dir)
@@ -277,7 +277,7 @@ def test_raising_callback_ends_the_run_after_saving(
     def fails(step: int, numbers: Any) -> None:
         raise raised
 
-    def train(*_: Any, after_step: Any, again: str) -> None:
+    def train(*_: Any, after_step: Any, resume_command: str) -> None:
         assert after_step(1, {"time/step": 2.0})
         done.append("saved")
 
@@ -294,7 +294,7 @@ def test_raising_callback_ends_the_run_after_saving(
 def test_signal_raises_after_the_run(
     number: int, kind: type, within: bool, monkeypatch: Patch, tmp_path: Path
 ) -> None:
-    def train(*_: Any, after_step: Any, again: str) -> None:
+    def train(*_: Any, after_step: Any, resume_command: str) -> None:
         with Interrupt(lambda _: None) if within else nullcontext():
             signal.raise_signal(number)
 
