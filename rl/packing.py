@@ -340,8 +340,8 @@ def _selected_shape(segments: Sequence[Segment]) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackPlan:
-    """What one data-parallel replica packs for an optimizer step. Its ranks do so themselves, so
-    that recordings do not pass through the driver."""
+    """A data-parallel replica's segments for an optimizer step. Its ranks pack them, so that
+    recordings do not pass through the driver."""
 
     micro_batches: tuple[tuple[PrefixGroup, ...], ...]
     mask_pass: tuple[tuple[PrefixGroup, ...], ...] = ()

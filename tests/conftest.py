@@ -95,8 +95,7 @@ SLOWEST = (
     "tests/trainer/engine",
     "tests/e2e",
 )
-"""The files that take longest, in an order in which those that wait run beside those that compute.
-"""
+"""The slowest files, ordered so that files that wait run alongside files that compute."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -206,7 +205,7 @@ def logged() -> Iterator[list[logging.LogRecord]]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print one line that counts the skipped tests by reason, which says what they need."""
+    """Print one line that counts the skipped tests by reason, such as a missing package."""
     reports = [r.longrepr for r in terminalreporter.getreports("skipped")]
     reasons = Counter(str(r[2]).removeprefix("Skipped: ") for r in reports if isinstance(r, tuple))
     if reasons:

@@ -108,7 +108,8 @@ class JudgeEndpoint:
 
     async def ask(self, question: Question[T], *, sample: int = 0, only: Server | None = None) -> T:
         """Return the judge's response to a question. Later calls with the same `sample` return the
-        cached response. If `only` is given, this server is asked, without reading the cache.
+        cached response. If `only` is given, only this server receives the question, and the cache
+        is not read.
 
         Raises CallError if all attempts fail, and RewardStopped if the endpoint no longer accepts
         calls.

@@ -87,8 +87,8 @@ def _fp8_args() -> dict[str, Any]:
     """Return the arguments for weights in block-wise FP8. Raises ValueError if the GPU does not
     support it.
 
-    By default, vLLM may choose kernels that round the weights once more, to scales that are powers
-    of two, or that are compiled at run time.
+    By default, vLLM may choose kernels that are compiled at run time, or that round the weights
+    again, to scales that are powers of two.
     """
     if not current_platform.has_device_capability(89):
         raise ValueError(

@@ -247,7 +247,7 @@ def detach(request: SampleRequest, result: Group | TurnResult) -> list[Any]:
     """Return the result without its recordings, followed by the `Recordings` of each completion, or
     None for recordings that are so small that they stay in the result.
 
-    In a group, either every completion has `Segment.stored` or none has it, so that prefixes can be
+    Either all completions of a group have `Segment.stored` or none, so that prefixes can be
     compared. `attach` adds the references to the recordings.
     """
     stored: list[Recordings | None] = [None] * request.size

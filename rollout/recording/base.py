@@ -1,4 +1,4 @@
-"""Defines what is recorded for sampled tokens, and selects the recorder.
+"""Defines the recordings of sampled tokens, and selects the recorder.
 
 On GPUs, `NativeRecorder` reads the outputs of vLLM's Model Runner V2, and `PackedRecorder` takes
 the same data before vLLM converts it to Python objects. On CPUs, `V1Recorder` hooks into the V1
@@ -113,7 +113,7 @@ class Recorder(ABC):
 
     def _selections(self, request_id: str, first: int, last: int) -> NDArray[np.uint8]:
         """Return the selections of sparse attention of the positions `first` … `last` − 1."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not record selections")
 
     def forget(self, request_id: str) -> None:
         """Delete everything recorded for a request."""

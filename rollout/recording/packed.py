@@ -52,8 +52,7 @@ class PackedRecorder(Recorder):
     def attach(self, engine: LLMEngine) -> None:
         self._engine, self._scheduler = engine, core_of(engine).scheduler
         self._ahead: dict[str, NDArray[np.int16]] = {}
-        """Routes that were read together with those of another request, but have not been requested
-        yet."""
+        """Routes read ahead in a call for another request, by the request that will take them."""
         engine.collective_rpc("keel_install_fast", args=(self._records_routes,))
         if self._records_routes:
             self._scheduler.aux_output_connector = None  # routes stay on the GPU

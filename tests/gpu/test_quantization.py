@@ -1,5 +1,5 @@
 """Engines in block-wise FP8: their weights before and after updates, and their log-probabilities
-compared with those of the dequantized weights in float32."""
+compared with a float32 model of the dequantized weights."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

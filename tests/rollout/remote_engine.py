@@ -98,7 +98,7 @@ def _start(
     environment: Mapping[str, str],
 ) -> None:
     global _ENGINE
-    os.environ.update(environment)  # a forked process has that of its server
+    os.environ.update(environment)  # a forked process inherits its server's
     if amx is not None:
         torch.cpu._is_amx_tile_supported = lambda: amx
     # Keeps vLLM out of the pytest process.

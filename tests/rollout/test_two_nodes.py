@@ -27,7 +27,7 @@ from tests.waiting import PATIENCE_S, wait_for
 
 @torch.no_grad()
 def check_samples(groups: Sequence[Group], model: Any, *, version: int) -> None:
-    """Compare the recorded log-probabilities with those of `model`."""
+    """Compare the recorded log-probabilities with the ones that `model` computes."""
     for segment in (t.segments[0] for group in groups for t in group.trajectories):
         ids, sampled = torch.tensor(segment.token_ids_T).long(), segment.trainable_T[1:]
         logits = model(ids[None]).logits[0, :-1] / OPEN.temperature

@@ -289,7 +289,7 @@ SAMPLED = np.flatnonzero(BATCH.trainable_N)
 
 
 def looked(*, offset: float = 0.0, **changes: tuple[int, float]) -> list[tuple[int, str, bool]]:
-    """Findings by row for a network of two layers, of which the second is modified. `forward`,
+    """Findings by row for a network of two layers whose second layer is modified. `forward`,
     `backward`, `slope` and `logp` replace one factor; rows of the last two are sampled tokens."""
 
     def ones(name: str, count: int = TOKENS) -> Tensor:

@@ -36,10 +36,10 @@ class Rates:
     flash4_share: float = 0.62
     flash4_tokens: float = 2000.0
     head_mfu: float = 0.40
-    # Seconds of sparse attention per token, layer and pass, and more per token of a context above
-    # `sparse_context`; `dense_s` and `dense_token_s` are those of attention to all earlier tokens
-    # (`trainer.attention`). A third of the measured forward and backward time, with an indexer that
-    # learns and the heads of DeepSeek-V3.2 (docs/sparse-attention.md).
+    # Seconds of sparse attention per token, layer and pass. Each token of context above
+    # `sparse_context` adds `sparse_token_s`. `dense_s` and `dense_token_s` apply if every earlier
+    # token is read (`trainer.attention`). Each is a third of the forward and backward time measured
+    # with the heads of DeepSeek-V3.2 and a learning indexer (docs/sparse-attention.md).
     sparse_s: float = 23e-6
     sparse_token_s: float = 0.95e-9
     sparse_context: int = 16_384

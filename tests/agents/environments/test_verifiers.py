@@ -186,7 +186,7 @@ def test_rewards_outside_the_scale_are_named(python: str) -> None:
 
 
 def test_failed_scoring_gives_no_verdict(python: str) -> None:
-    """A judge without a key of its own fails, rather than ask the policy."""
+    """A judge without its own key fails instead of sampling from the policy."""
     row, *_ = rows_of(python, "tiny-judged", "--scale", "0", "2")
     policy = Policy(["2"])
     assert "scoring: OpenAIError" in played(python, policy, row)[0]
