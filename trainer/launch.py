@@ -37,8 +37,9 @@ from keel.trainer.placement.elastic import ElasticLayouts
 from keel.trainer.placement.hardware import ENGINE, JUDGE, RANK
 from keel.trainer.placement.memory import (
     can_start_together,
+    engine_memory,
     guaranteed_cache_bytes,
-    selection_bytes,
+    needs_fixed_cache,
 )
 from keel.trainer.placement.nodes import (
     Reservation,
@@ -321,12 +322,10 @@ def _start_cluster(
 
 
 def _fixed_cache_bytes(task: Task, *, together: bool) -> int:
-    """Return the size of an engine's KV cache, or 0 if vLLM measures the free memory for it. It
-    can't if ranks start `together` with it, or if quantized weights or recorded selections need
-    memory later."""
+    """Return the size of an engine's KV cache, or 0 if vLLM measures the free memory for it, which
+    it can't do if ranks start `together` with it."""
     config, facts = task.config, task.facts
-    records = task.gpu and selection_bytes(config, facts) > 0
-    if together or config.rollout.quantization or records:
+    if together or (task.gpu and needs_fixed_cache(config, engine_memory(config, facts, gpu=True))):
         return guaranteed_cache_bytes(config, facts, task.hardware.gpu_gib)
     return 0
 
