@@ -142,6 +142,7 @@ class Config(Section):
             ("rollout.head_dtype", self.rollout.head_dtype, "float32"),
             ("rollout.tensor_parallel", self.rollout.tensor_parallel, 1),
             ("trainer.sequence_parallel", self.trainer.sequence_parallel, 1),
+            ("trainer.expert_parallel", self.trainer.expert_parallel, 1),
             ("trainer.compile", self.trainer.compile, False),
             ("trainer.share_prompts", self.trainer.share_prompts, False),
             ("trainer.keep_attention", self.trainer.keep_attention, False),

@@ -154,7 +154,7 @@ class ModelConfig(Section, path="model"):
     batch_invariant: bool = False
     """Use vLLM's batch-invariant kernels in engines and trainer. Hidden states on the same weights
     are then bit-identical, so probability ratios are 1 except for rounding in the float32 head.
-    Works with Llama, Qwen2 and Qwen3 on GPUs, and is slower (docs/stability.md)."""
+    Works with Llama, Qwen2, Qwen3 and Qwen3-MoE on GPUs, and is slower (docs/stability.md)."""
     residual_dtype: Literal["model", "float32"] = "model"
     """Precision of the residual stream in engines and trainer. float32 avoids rounding at each
     addition, so engine and trainer differ less (docs/stability.md), but takes slightly more time
@@ -171,7 +171,7 @@ class ModelConfig(Section, path="model"):
         if self.batch_invariant:
             rule = "must be model with model.batch_invariant, whose kernels add in model.dtype"
             self.require(self.residual_dtype == "model", "residual_dtype", rule)
-            rule = "supports dense models only, and the tiny model is a mixture of experts"
+            rule = "needs heads of 128, which the tiny model does not have"
             self.require(self.path != TINY_MODEL, "batch_invariant", rule)
             rule = "needs model.dtype bfloat16 or float16"
             self.require(self.dtype != "float32", "batch_invariant", rule)

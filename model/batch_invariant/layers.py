@@ -21,10 +21,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from keel.configs.schema import ConfigError
 from keel.model.attention import Segments
 from keel.model.batch_invariant import vllm_kernels as engine
+from keel.model.layers.fused import fused_experts
 from keel.model.torch_internals import flash_gradients
 from keel.model.transformers_internals import override_methods
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """`model_type`s whose layers in vLLM use exactly the operations below."""
 _ROTATIONS = ("default", "linear", "llama3", "yarn")
 """`rope_type`s that vLLM implements with the same kernel but a different cosine table."""
@@ -72,7 +73,11 @@ def use_invariant_layers(model: PreTrainedModel) -> None:
     override_methods(decoder.rotary_emb, _Rotary)
     for index, layer in enumerate(decoder.layers):
         override_methods(layer.self_attn, _Attention)
-        override_methods(layer.mlp, _Mlp)
+        if hasattr(layer.mlp, "experts"):
+            override_methods(layer.mlp, _SparseMlp)
+            override_methods(layer.mlp.gate, _TopKRouter)
+        else:
+            override_methods(layer.mlp, _Mlp)
         # All inputs but the first layer's are sums of a residual and a block's output.
         override_methods(layer.input_layernorm, _Norm if index == 0 else _NormOfSum)
         override_methods(layer.post_attention_layernorm, _NormOfSum)
@@ -124,6 +129,35 @@ class _Mlp:
     def forward(self: Any, hidden: Tensor) -> Tensor:
         packed = _joined_linear(hidden[0], self.gate_proj, self.up_proj)
         return _joined_linear(_Gated.apply(packed), self.down_proj)[None]
+
+
+class _TopKRouter:
+    def forward(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = _Linear.apply(hidden, None, self.weight)
+        weights, experts = engine.route(logits.detach(), self.top_k, self.norm_topk_prob)
+        return logits, weights, experts.long()
+
+
+class _SparseMlp:
+    def forward(self: Any, hidden: Tensor) -> Tensor:
+        x, router, experts = hidden[0].contiguous(), self.gate, self.experts
+        logits, _, chosen = router(x)  # `keel.model.routing` may replay the chosen experts
+        weights = _expert_weights(logits, chosen, router.norm_topk_prob)
+        out = _Routed.apply(x, chosen, weights, experts.gate_up_proj, experts.down_proj)
+        return out[None]
+
+
+def _expert_weights(logits: Tensor, experts: Tensor, normalize: bool) -> Tensor:
+    """Return the weights [N, K] float32 of the experts. They are bit-identical to the engine's for
+    tokens whose experts are the router's own choice, and their gradient is that of the formula."""
+    weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    with torch.no_grad():
+        exact, own = engine.route(logits, experts.shape[1], normalize)
+        same = (own == experts).all(-1, keepdim=True)
+        rest = exact.where(same, weights) - weights
+    return weights + rest  # exact, because both are close
 
 
 def _joined_linear(x: Tensor, *parts: nn.Linear) -> Tensor:
@@ -216,6 +250,28 @@ class _Gated(Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (packed,) = ctx.saved_tensors
         return _kernels().swiglu_gradient(grad.contiguous(), packed)
+
+
+class _Routed(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, experts, weights, gate_up, down)
+        return engine.run_experts(x, experts, weights, gate_up, down)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, experts, *rest = ctx.saved_tensors
+        inputs = [tensor.detach().requires_grad_() for tensor in (x, *rest)]
+        with torch.enable_grad():  # the forward pass again, with faster kernels
+            out = fused_experts(inputs[0], experts, *inputs[1:])
+        needed = ctx.needs_input_grad[:1] + ctx.needs_input_grad[2:]
+        wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
+        grads = iter(torch.autograd.grad(out, wanted, grad))
+        of_x, *others = (next(grads) if need else None for need in needed)
+        return of_x, None, *others
 
 
 class _Linear(Function):

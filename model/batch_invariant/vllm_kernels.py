@@ -1,5 +1,5 @@
-"""Kernels of vLLM's batch-invariant mode (0.32), called in the same way as in vLLM's Qwen2, Qwen3
-and Llama models.
+"""Kernels of vLLM's batch-invariant mode (0.32), called in the same way as in vLLM's Qwen2, Qwen3,
+Qwen3-MoE and Llama models.
 
 This is the only place where the trainer uses vLLM. Each kernel returns the same bits for a token in
 any batch: GEMMs sum over K in a fixed order, attention processes keys in blocks of a fixed size,
@@ -100,6 +100,24 @@ def silu_and_mul(packed: Tensor) -> Tensor:
     return out
 
 
+def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Choose experts from router logits [N, E]. Returns their weights [N, K] float32, which sum to
+    1 if `normalize` is set, and their indices [N, K] int32."""
+    weights = logits.new_empty(len(logits), top_k, dtype=torch.float32)
+    experts, scratch = (torch.empty_like(weights, dtype=torch.int32) for _ in range(2))
+    _kernels().topk_softmax(weights, experts, scratch, logits, normalize)
+    return weights, experts
+
+
+def run_experts(
+    x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """Compute Σ_k weights · down[e] · (silu(gate) · up) for the chosen experts e, where [gate, up]
+    = gate_up[e] · x. Shapes: x [N, d], experts and weights [N, K], gate_up [E, 2·I, d], down
+    [E, d, I]. Returns [N, d]."""
+    return _kernels().fused_experts(x, gate_up, down, weights, experts.int())
+
+
 def attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -180,6 +198,7 @@ class _Kernels:
         import vllm._custom_ops as operators  # noqa: PLC0415
         from vllm.model_executor.determinism import batch_invariant as own  # noqa: PLC0415
         from vllm.model_executor.determinism import batch_invariant_configs  # noqa: PLC0415
+        from vllm.model_executor.layers.fused_moe import fused_moe  # noqa: PLC0415
         from vllm.v1.attention.backends import fa_utils  # noqa: PLC0415
 
         batch_invariant_configs.resolve_tuned_matmul_configs()
@@ -188,6 +207,8 @@ class _Kernels:
         self.fused_add_rms_norm: Any = operators.fused_add_rms_norm
         self.rotary_embedding: Any = operators.rotary_embedding
         self.silu_and_mul: Any = torch.ops._C.silu_and_mul
+        self.topk_softmax: Any = operators.topk_softmax
+        self.fused_experts: Any = fused_moe.fused_experts
         self.flash_attention: Any = vars(fa_utils)["flash_attn_varlen_func"]
         self.flash_version: int | None = fa_utils.get_flash_attn_version()
 

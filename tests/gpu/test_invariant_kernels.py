@@ -123,3 +123,44 @@ def test_attention_and_gradients_equal_the_plain_kernel() -> None:
     for one, other in ((out, plain), *zip(found, expected, strict=True)):
         error = (one.double() - other.double()).norm() / other.double().norm()
         assert error < 5e-3
+
+
+@on_a_gpu
+@pytest.mark.parametrize("normalize", [False, True])
+def test_experts_are_batch_invariant(normalize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from keel.model.batch_invariant import vllm_kernels
+    from keel.model.batch_invariant.layers import _expert_weights, _Routed
+
+    monkeypatch.setenv(vllm_kernels.VARIABLE, "1")
+    tokens, experts, top_k, width, inner = 300, 16, 4, 512, 256
+    x, router = drawn(tokens, width), drawn(experts, width, seed=1) / width**0.5
+    gate_up = drawn(experts, 2 * inner, width, seed=2) / width**0.5
+    down, grad = drawn(experts, width, inner, seed=3) / inner**0.5, drawn(tokens, width, seed=4)
+    x, router, gate_up, down, grad = (
+        tensor.bfloat16() for tensor in (x, router, gate_up, down, grad)
+    )
+    logits = linear(x, router)
+    exact, chosen = vllm_kernels.route(logits, top_k, normalize)
+
+    def exact_layer(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        weights = _expert_weights(logits, chosen.long(), normalize)
+        assert torch.equal(weights, exact)
+        return _Routed.apply(x, chosen.long(), weights, gate_up, down)
+
+    def formula(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        weights = logits.softmax(-1).gather(1, chosen.long())
+        weights = weights / weights.sum(-1, keepdim=True) if normalize else weights
+        gate, up = torch.einsum("td,tkid->tki", x, gate_up[chosen.long()]).chunk(2, -1)
+        rows = torch.einsum("tki,tkdi->tkd", silu(gate) * up, down[chosen.long()])
+        return (rows * weights[..., None]).sum(1)
+
+    inputs = (x, logits, gate_up, down)
+    whole = exact_layer(*inputs)
+    for few in (1, 7, 64):
+        part = vllm_kernels.run_experts(x[:few], chosen[:few], exact[:few], gate_up, down)
+        assert torch.equal(part, whole[:few])
+    wide = [tensor.float() for tensor in inputs]
+    found = whole, *by_autograd(exact_layer, grad, *inputs)
+    expected = formula(*wide), *by_autograd(formula, grad.float(), *wide)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.double() - other.double()).norm() / other.double().norm() < 2e-2

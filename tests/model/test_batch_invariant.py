@@ -39,6 +39,19 @@ def silu_and_mul(packed: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(top_k, -1)
+    return weights / weights.sum(-1, keepdim=True) if normalize else weights, chosen.int()
+
+
+def run_experts(
+    x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    rows = torch.einsum("td,tkid->tki", x, gate_up[experts])
+    rows = torch.einsum("tki,tkdi->tkd", silu_and_mul(rows), down[experts])
+    return (rows * weights[..., None]).sum(1)
+
+
 def attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
 ) -> tuple[Tensor, None]:
@@ -84,6 +97,8 @@ ENGINE = SimpleNamespace(
     rms_norm_of_sum=rms_norm,
     rotate=rotate,
     silu_and_mul=silu_and_mul,
+    route=route,
+    run_experts=run_experts,
     attention=attention,
     rotary_table=rotary_table,
 )
@@ -96,7 +111,13 @@ KERNELS = SimpleNamespace(
 )
 
 
+EXPERTS = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]
+}  # fmt: skip
+
+
 def config(family: str, **more: Any) -> Any:
+    more = (EXPERTS if family == "qwen3_moe" else {}) | more
     return AutoConfig.for_model(
         family, vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, pad_token_id=0,
@@ -140,6 +161,7 @@ def test_hidden_states_and_gradients_are_unchanged(
     monkeypatch.setattr(layers, "engine", ENGINE)
     monkeypatch.setattr(layers, "_kernels", lambda: KERNELS)
     monkeypatch.setattr(layers, "flash_gradients", flash_gradients)
+    monkeypatch.setattr(layers, "fused_experts", run_experts)
     use_invariant_layers(model)
     if recomputed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
