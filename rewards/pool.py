@@ -15,27 +15,26 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 import keel
 from keel.configs.sections.rewards import CodeConfig
 from keel.rewards.failures import dump_location
 from keel.rewards.rules.verifiers import verifier_for
-from keel.rewards.sandbox.processes import kill_descendants
 from keel.rewards.worker import PREEMPTION, reply_to
 from keel.rl.strict_json import allow_long_integers
+from keel.rl.supervisor import (
+    EXIT_S,
+    KILL_S,
+    MARGIN_S,
+    STOPPED_POLLS,
+    is_stopped,
+    kill_tree,
+)
 
 _START_TIMEOUT_S = 120.0  # time limit in seconds for a worker to start and import its libraries
-_CODE_GRACE_S = 30.0
-"""Seconds for starting and stopping sandboxes, in addition to `rewards.code.completion_s`."""
-GRACE_S = 30.0
-"""Seconds to wait for the worker's own timer after a deadline, and for a killed worker to exit."""
 _FIRST_CALL_S = 30.0
 """Minimum time limit for the first call of a function in a worker, because that call may load a
 model."""
 _POLL_S = 1.0  # seconds between two checks of a worker that has not answered
-_STOPPED_POLLS = 5
-"""Number of consecutive checks that must find a worker stopped (SIGSTOP) before it is replaced."""
 _MAX_REASSIGNMENTS = 3
 """Maximum number of retries of a batch that did not cause the failure of its worker."""
 
@@ -104,7 +103,7 @@ class WorkerPool:
         distinct = list(dict.fromkeys(completions))
         if self._workers:
             is_code = spec.get("kind") == "code"
-            limit_s = self._code.completion_s + _CODE_GRACE_S if is_code else self._timeout_s
+            limit_s = self._code.completion_s + MARGIN_S if is_code else self._timeout_s
             worker = self._idle.get()  # never blocks: there are as many threads as workers
             try:
                 scores = worker.verify(spec, distinct, limit_s)
@@ -189,7 +188,7 @@ class _Worker:
                 self._begin(spec, completions[len(scores) :], timeout_s)
                 ready = True
                 while len(scores) < len(completions):
-                    scores.append(_score(self._receive(self._timeout_s + GRACE_S)))
+                    scores.append(_score(self._receive(self._timeout_s + MARGIN_S)))
                     self._called.add(name)
                     self._returned.add(name)
                     self._timeout_s = timeout_s
@@ -239,7 +238,7 @@ class _Worker:
                 data = self._socket.recv(1 << 16)
             except TimeoutError as error:
                 stopped_polls = stopped_polls + 1 if self._is_stopped() else 0
-                if stopped_polls >= _STOPPED_POLLS:
+                if stopped_polls >= STOPPED_POLLS:
                     message = f"was stopped (SIGSTOP) in {stopped_polls} consecutive checks"
                     raise _WorkerLost(message, blameless=True) from error
                 if time.monotonic() >= end:
@@ -254,17 +253,14 @@ class _Worker:
         return json.loads(line)
 
     def _is_stopped(self) -> bool:
-        try:
-            status = psutil.Process(self._process.pid).status() if self._process else ""
-        except psutil.NoSuchProcess:
-            return False
-        return status == psutil.STATUS_STOPPED
+        # Not its descendants: a program of the policy may stop itself.
+        return self._process is not None and is_stopped(self._process.pid)
 
     def _exit_message(self) -> str:
         if self._process is None:
             return "was closed"
         try:
-            code = self._process.wait(GRACE_S)
+            code = self._process.wait(EXIT_S)
         except subprocess.TimeoutExpired:
             return "closed its socket"
         if code == -signal.SIGALRM:
@@ -277,11 +273,8 @@ class _Worker:
         process, self._process = self._process, None
         if process is None:
             return ""
-        # Stopped first, not killed: descendants are found through their living ancestor.
-        process.send_signal(signal.SIGSTOP)
-        kill_descendants(process.pid, GRACE_S)
-        process.kill()
-        process.wait(GRACE_S)
+        kill_tree(process)
+        process.wait(KILL_S)
         self._socket.close()
         self._dump.seek(0)
         dump = self._dump.read(1 << 16)

@@ -26,19 +26,15 @@ from typing import Any, Literal
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.model.ray_timeouts import POLL_S, PollClock
 from keel.rl.futures import done, failed, settle, then
+from keel.rl.supervisor import JOIN_S, MAX_RESTARTS, RESTART_PERIOD_S, RestartLimit
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt, Purpose
 from keel.rollout.engine.worker import RayEngine, with_engine_errors
 from keel.rollout.spec import EngineError, EngineProgress, GroupRequest, SampleRequest
 from keel.weights.sync import Transfer
 
-MAX_RESTARTS = 3
-"""Maximum number of restarts of an engine within three hours. The period is longer if starts and
-stalls take so long that an engine could not fail this often (see `RolloutPool._replace`)."""
-_WINDOW_S = 3 * 3600.0
 _MEMORY_RACE = "Error in memory profiling"
 """vLLM's error when another process frees GPU memory while an engine starts."""
-_STOP_S = 10.0
 _FREED_S = 3.0  # seconds until a killed engine's GPU memory is free
 _MAX_CONVERSATIONS = 100_000
 _TASKS = {"starting": "start", "loading": "load new weights", "going to sleep": "go to sleep"}
@@ -90,7 +86,7 @@ class _EngineSlot:
     pending: Future[Any] | None = None  # awaited until `deadline`. None if ready or asleep.
     deadline: float = 0.0
     version: int = 0  # weight version that the engine samples from or is loading
-    restarts: list[float] = field(default_factory=list[float])
+    restarts: RestartLimit = field(default_factory=RestartLimit)
     requests: dict[int, _Request] = field(default_factory=dict[int, _Request])  # oldest first
     sequences: int = 0
     load: int = 0  # upper bound on the number of tokens that the engine still has to sample
@@ -248,7 +244,7 @@ class RolloutPool:
     def shutdown(self) -> None:
         self._end(EngineError("the rollout pool has been shut down"))
         if self._thread.is_alive():
-            self._thread.join(_STOP_S)
+            self._thread.join(JOIN_S)
         self._kill()
 
     def _end(self, error: Exception) -> None:
@@ -265,9 +261,13 @@ class RolloutPool:
 
     def _run(self) -> None:
         try:
+            # Long enough for an engine to start and become unresponsive several times.
+            least_s = (MAX_RESTARTS + 2) * (self._config.silent_s + self._startup_s)
+            period_s = max(RESTART_PERIOD_S, least_s)
             for index in range(self._config.engines):
                 if self._ended is None:
-                    self.slots.append(_EngineSlot(index, self._build(index)))
+                    engine, restarts = self._build(index), RestartLimit(period_s=period_s)
+                    self.slots.append(_EngineSlot(index, engine, restarts=restarts))
                     self._await_start(self.slots[-1])
             while self._ended is None:
                 self._run_calls()
@@ -463,22 +463,15 @@ class RolloutPool:
         """Start a new engine in a slot, and put the old engine's requests back in the queue. Raises
         an error if the pool is still starting or the slot has been restarted too many times."""
         slot.engine.kill()
-        now, name = time.monotonic(), f"rollout engine {slot.index}"
+        name = f"rollout engine {slot.index}"
         if not self._started.done() and _MEMORY_RACE not in str(error):
-            if now >= slot.deadline:
+            if time.monotonic() >= slot.deadline:
                 raise TimeoutError(
                     f"{name} was not ready within {self._startup_s:g} s (run.startup_timeout_s)"
                 )
             raise EngineError(f"{name} did not start: {error}") from error
-        # Long enough for an engine to start and become unresponsive several times.
-        least_s = (MAX_RESTARTS + 2) * (self._config.silent_s + self._startup_s)
-        window_s = max(_WINDOW_S, least_s)
-        if sum(now - restart < window_s for restart in slot.restarts) >= MAX_RESTARTS:
-            raise EngineError(
-                f"{name} failed {MAX_RESTARTS + 1} times within {window_s / 3600:.3g} hours. "
-                f"The last error: {error}"
-            ) from error
-        slot.restarts.append(now)
+        if times := slot.restarts.count():
+            raise EngineError(f"{name} failed {times}. The last error: {error}") from error
         slot.engine, slot.version, slot.progress = self._build(slot.index), 0, _Progress()
         self._await_start(slot)
         self._check_updated()

@@ -14,7 +14,7 @@ import psutil
 
 from benchmarks.chaos.means import Means
 from benchmarks.chaos.run import ROLES, TIMEOUT_S, Run, marked, words_of
-from keel.rollout.pool import MAX_RESTARTS
+from keel.rl.supervisor import MAX_RESTARTS
 from keel.trainer.placement.watchdog import has_exited
 from keel.trainer.run.signals import PREEMPTED
 

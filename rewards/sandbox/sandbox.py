@@ -28,7 +28,8 @@ from typing import BinaryIO, Literal, NamedTuple
 
 from keel.rewards.sandbox import bubblewrap
 from keel.rewards.sandbox.bubblewrap import TMP, IsolationError, seccomp_filter
-from keel.rewards.sandbox.processes import adopt_orphans, kill_descendants, measure_processes, reap
+from keel.rewards.sandbox.processes import adopt_orphans, measure_processes, reap
+from keel.rl.supervisor import KILL_S, kill_tree
 
 _FIRST_PROCESS = re.compile(rb'"child-pid": (\d+)')  # in bubblewrap's status
 _Status = Literal["exited", "time", "memory", "output"]
@@ -37,7 +38,6 @@ _POLL_S = 0.05
 _MAX_FILES = 16_384  # in the private folder. Even an empty one takes a KiB of kernel memory.
 _MAX_OUTPUT = 64 << 20
 _MAX_LIMIT = 1 << 24  # of each limit, against overflows in the kernel. For memory, it is 16 TiB.
-GRACE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class _RunMonitor:
                 self._listen(selector)
         finally:
             self._kill()
-            code = self._process.wait(GRACE_S)
+            code = self._process.wait(KILL_S)
         return SandboxOutcome(
             status=self._status,
             exit_code=code if code >= 0 else 128 - code,
@@ -143,7 +143,7 @@ class _RunMonitor:
         while selector.get_map():
             now = time.monotonic()
             if now >= self._killed_deadline:
-                raise RuntimeError(f"a sandbox is still alive {GRACE_S:g} s after its end")
+                raise RuntimeError(f"a sandbox is still alive {KILL_S:g} s after its end")
             # The program may have exited in time while this process was not scheduled.
             if now >= self._deadline and self._process.poll() is None:
                 self._end("time")
@@ -178,7 +178,7 @@ class _RunMonitor:
         if self._killed_deadline < math.inf:
             return
         if self._process.poll() is not None:  # a leftover process still holds its output
-            self._deadline, self._killed_deadline = math.inf, time.monotonic() + GRACE_S
+            self._deadline, self._killed_deadline = math.inf, time.monotonic() + KILL_S
             self._kill()
             return
         try:
@@ -199,12 +199,9 @@ class _RunMonitor:
 
     def _end(self, status: _Status) -> None:
         self._status, self._ignore_output = status, True
-        self._deadline, self._killed_deadline = math.inf, time.monotonic() + GRACE_S
+        self._deadline, self._killed_deadline = math.inf, time.monotonic() + KILL_S
         # Killing bubblewrap while it starts would leave a process that waits forever.
-        with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGSTOP)
-            kill_descendants(self._process.pid, GRACE_S)
-        self._kill()
+        kill_tree(self._process)
 
     def _kill(self) -> None:
         # The outer process and its group; those inside a sandbox die with it.
@@ -339,8 +336,8 @@ class Sandbox:
                 if not first and outcome.status == "exited":
                     message = outcome.stderr.decode(errors="replace").strip()
                     raise RuntimeError(f"bubblewrap did not start the program: {message}")
-                if first and not reap(first, GRACE_S):
-                    raise RuntimeError(f"a sandbox is still alive {GRACE_S:g} s after its end")
+                if first and not reap(first):
+                    raise RuntimeError(f"a sandbox is still alive {KILL_S:g} s after its end")
             return outcome
 
     def _limit_command(self, limits: Limits, lines: int) -> list[str]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from keel.rl.supervisor import EXIT_S, MARGIN_S
 from keel.rollout.judge import reaper
 
 _MODULE = "vllm.entrypoints.launchers.api_server.entry"
@@ -34,10 +35,9 @@ _CPU_ENVIRONMENT = {
 }
 _HEALTH_TIMEOUT_S = 5.0
 _HANG_TIMEOUT_S = 60.0  # of a server that has started and may be busy
-LOST_TIMEOUT_S = _HANG_TIMEOUT_S + 30.0
+LOST_TIMEOUT_S = _HANG_TIMEOUT_S + MARGIN_S
 """Upper bound in seconds for `VllmServer.lost`."""
 _POLL_S = 0.2
-STOP_TIMEOUT_S = 30.0
 _LOG_LINES = 30
 _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -132,9 +132,9 @@ class VllmServer:
         with contextlib.suppress(BrokenPipeError):
             stop_pipe.close()
         if not output.closed:
-            select.select([output], [], [], STOP_TIMEOUT_S)
+            select.select([output], [], [], EXIT_S)
             output.close()
-        self._reaper.wait(STOP_TIMEOUT_S)
+        self._reaper.wait(EXIT_S)
 
     def lost(self) -> str:
         """Why the server must be restarted (it exited or hangs), or "" if it responds."""

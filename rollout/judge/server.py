@@ -7,7 +7,6 @@ import os
 import secrets
 import tempfile
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,9 @@ from ray.util import get_node_ip_address
 
 from keel.configs.schema import JudgeConfig
 from keel.model import ray_timeouts
-from keel.rollout.judge.process import LOST_TIMEOUT_S, STOP_TIMEOUT_S, VllmServer
+from keel.rl.supervisor import EXIT_S, MARGIN_S, RestartLimit
+from keel.rollout.judge.process import LOST_TIMEOUT_S, VllmServer
 
-MAX_RESTARTS, RECENT_S = 3, 3 * 3600.0
-"""Maximum number of restarts within `RECENT_S` seconds. If the server then dies again, it is given
-up, and the run fails if no other judge server is left."""
-_REPLY_S = 30.0
-"""Seconds added to the server's startup timeout."""
 _PLACED_S = 1.0
 """Seconds to wait for an actor to answer. If it does not, Ray has presumably not scheduled it yet,
 so it has no server."""
@@ -86,14 +81,11 @@ class JudgeServer:
         self.key = secrets.token_hex(16)
         self._lock = threading.Lock()
         self._stopped = False
-        self._restarts: list[float] = []
+        self._limit = RestartLimit()
+        self.restarts = 0
+        """Number of times the server has been restarted during this run."""
         self._url = ""
         self._launch()
-
-    @property
-    def restarts(self) -> int:
-        """Number of times the server has been restarted during this run."""
-        return len(self._restarts)
 
     def url(self) -> str:
         """Return the URL of the running server, restarting it first if it has died or hangs. Raises
@@ -103,15 +95,10 @@ class JudgeServer:
                 reason = self._lost()
                 if not reason:
                     return self._url
-                now = time.monotonic()
-                recent = sum(now - at < RECENT_S for at in self._restarts)
-                if recent >= MAX_RESTARTS:
-                    raise RuntimeError(
-                        f"the judge server died {recent + 1} times within "
-                        f"{RECENT_S / 3600:g} hours; last reason: {reason}"
-                    )
+                if times := self._limit.count():
+                    raise RuntimeError(f"the judge server died {times}; last reason: {reason}")
                 self._url = ""
-                self._restarts.append(now)
+                self.restarts += 1
                 log.warning("judge server is restarted: %s", reason)
                 ray_timeouts.kill(self._actor)
                 self._launch()
@@ -128,7 +115,7 @@ class JudgeServer:
         with contextlib.suppress(RayError, TimeoutError, ray_timeouts.RayLost):
             ready = ray_timeouts.call(self._actor.__ray_ready__)
             if ray_timeouts.wait([ready], seconds=_PLACED_S)[0]:
-                ray_timeouts.get(ray_timeouts.call(self._actor.end), seconds=STOP_TIMEOUT_S)
+                ray_timeouts.get(ray_timeouts.call(self._actor.end), seconds=EXIT_S)
         ray_timeouts.kill(self._actor)
 
     def _launch(self) -> None:
@@ -143,7 +130,7 @@ class JudgeServer:
             ray_timeouts.kill(self._actor)
 
     def _wait(self) -> str:
-        limit = self._config.server.startup_timeout_s + _REPLY_S
+        limit = self._config.server.startup_timeout_s + MARGIN_S
         try:
             return str(ray_timeouts.get(self._starting, seconds=limit))
         except RayTaskError as error:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from keel.rl.supervisor import MAX_RESTARTS
 from keel.rl.turns import TurnRequest
 from keel.rollout.pool import (
-    MAX_RESTARTS,
     STALL_POLL_S,
     STUCK_S,
     WARN_S,

@@ -3,8 +3,9 @@
 import time
 from collections.abc import Callable
 
+from keel.rl.supervisor import RestartLimit
+
 RESUME_HINT = "start it again in the same way to resume from the last checkpoint"
-_WINDOW_S = 3 * 3600.0
 
 
 class WorkerLost(RuntimeError):
@@ -30,11 +31,10 @@ class UpdateOutOfMemory(RuntimeError):
 
 
 class Restarts:
-    """Limits how many times engines and trainer can be restarted within `_WINDOW_S` seconds."""
+    """Limits how many times engines and trainer can be restarted."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit, self._clock = limit, clock
-        self._times: list[float] = []
+        self._limit, self._restarts = limit, RestartLimit(limit, clock=clock)
         self.started = False
         """True once training has begun. A run that fails earlier is not restarted."""
 
@@ -43,11 +43,8 @@ class Restarts:
         yet."""
         if not self.started:
             raise error
-        now = self._clock()
-        self._times = [at for at in self._times if now - at < _WINDOW_S]
-        if len(self._times) >= self._limit:
-            losses = f"loss {len(self._times) + 1} within {_WINDOW_S / 3600:g} hours, "
+        if times := self._restarts.count():
             raise WorkerLost(
-                f"{error}\n{losses}run.max_restarts = {self._limit}. {RESUME_HINT.capitalize()}"
+                f"{error}\nThe run failed {times}, and run.max_restarts = {self._limit}. "
+                f"{RESUME_HINT.capitalize()}"
             ) from error
-        self._times.append(now)

@@ -18,7 +18,6 @@ from keel.rewards.sandbox import processes
 from keel.rewards.sandbox import sandbox as module
 from keel.rewards.sandbox.environments import environment_sandbox, find_runtime
 from keel.rewards.sandbox.processes import (
-    _descendants,
     _MemoryLimiter,
     _ProcessUsage,
     measure_processes,
@@ -31,6 +30,7 @@ from keel.rewards.sandbox.sandbox import (
     _python,
     open_sandbox,
 )
+from keel.rl.supervisor import _descendants
 from tests.waiting import PATIENCE_S, wait_for, within_some
 
 NO_ISOLATION = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'

@@ -20,12 +20,13 @@ from keel.commands.cli import main
 from keel.configs.load import load_config
 from keel.model import ray_timeouts
 from keel.model.ray_timeouts import RayLost
+from keel.rl.supervisor import RESTART_PERIOD_S
 from keel.trainer import session
 from keel.trainer.placement.hardware import Hardware
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import EVENTS
-from keel.trainer.run.restarts import _WINDOW_S, Restarts, WorkerLost
+from keel.trainer.run.restarts import Restarts, WorkerLost
 from keel.trainer.run.signals import (
     PREEMPTED,
     PREEMPTION,
@@ -62,7 +63,7 @@ def test_restarts_are_limited_per_window() -> None:
     restarts.count(WorkerLost("second"))
     with pytest.raises(WorkerLost, match=r"third\n.*run\.max_restarts = 2"):
         restarts.count(WorkerLost("third"))
-    now[0] = _WINDOW_S
+    now[0] = RESTART_PERIOD_S
     for _ in range(2):
         restarts.count(WorkerLost("the others have expired"))
     never = Restarts(0)

@@ -1,0 +1,117 @@
+"""The time limits and steps with which Keel stops, kills and restarts its processes.
+
+A process is asked to stop and then killed together with its descendants. Every wait has a limit.
+Only the standard library is needed, so that a process starts within milliseconds.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+GRACE_S = 5.0
+"""Seconds between asking a process to stop, with a message or SIGTERM, and killing it."""
+EXIT_S = 30.0
+"""Seconds for a process to exit by itself after its channel has been closed, by either side."""
+KILL_S = 60.0
+"""Seconds for a killed process to exit. Only a process that hangs in the kernel takes this long."""
+JOIN_S = 10.0
+"""Seconds for a daemon thread to end. A thread that hangs is abandoned."""
+MARGIN_S = 30.0
+"""Seconds added to a time limit that another process enforces itself, so that it reports first."""
+STOPPED_POLLS = 5
+"""Number of consecutive polls, a second apart, that must find a process stopped (SIGSTOP) before
+it is killed."""
+MAX_RESTARTS = 3
+"""Maximum number of restarts of an engine or a judge server within `RESTART_PERIOD_S` seconds."""
+RESTART_PERIOD_S = 3 * 3600.0
+
+
+class RestartLimit:
+    """Limits how many times something is restarted within a period."""
+
+    def __init__(
+        self,
+        most: int = MAX_RESTARTS,
+        period_s: float = RESTART_PERIOD_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._most, self._period_s, self._clock = most, period_s, clock
+        self._times: list[float] = []
+
+    def count(self) -> str:
+        """Count a restart. Returns "", or if the limit is exceeded, how often the failure occurred,
+        such as "4 times within 3 hours"."""
+        now = self._clock()
+        self._times = [at for at in self._times if now - at < self._period_s]
+        if len(self._times) >= self._most:
+            times = f"{self._most + 1} time{'s' * (self._most > 0)}"
+            return f"{times} within {self._period_s / 3600:.3g} hours"
+        self._times.append(now)
+        return ""
+
+
+def walk_tree(root: int) -> Iterator[tuple[int, list[bytes], list[str]]]:
+    """Yield the PID, the fields of `read_stat` and the threads of `root` and its descendants.
+
+    psutil is slower: its `children` reads every process on the machine. With 114 processes, that
+    takes 2.3 ms instead of 0.2 ms, twenty times a second for each sandbox.
+    """
+    pending = [root]
+    while pending:
+        pid = pending.pop()
+        with suppress(FileNotFoundError, ProcessLookupError):  # exited meanwhile
+            fields, tasks = read_stat(str(pid)), os.listdir(f"/proc/{pid}/task")
+            for task in tasks:
+                children = Path(f"/proc/{pid}/task/{task}/children").read_bytes()
+                pending += map(int, children.split())
+            yield pid, fields, tasks
+
+
+def read_stat(name: str) -> list[bytes]:
+    """Read the fields that follow the process name in `/proc/…/stat`. The name itself may contain
+    any text."""
+    return Path(f"/proc/{name}/stat").read_bytes().rpartition(b") ")[2].split()
+
+
+def is_stopped(pid: int, *, descendants: bool = False) -> bool:
+    """Return True if a process is stopped (SIGSTOP), or one of its `descendants` if they count
+    too."""
+    tree = ((one, fields[0]) for one, fields, _ in walk_tree(pid))
+    return any(state == b"T" and (descendants or one == pid) for one, state in tree)
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that leads a process group, along with the group and all descendants."""
+    # Stopped first, not killed: descendants are found through their living ancestor.
+    process.send_signal(signal.SIGSTOP)
+    kill_descendants(process.pid)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def kill_descendants(root: int) -> None:
+    """Kill all processes below `root`, which must not reap any of them meanwhile."""
+    end, previous = time.monotonic() + KILL_S, dict[int, bool]()
+    while time.monotonic() < end:
+        current = _descendants(root)
+        # One scan can miss a process that changes parents meanwhile.
+        if current == previous and not any(current.values()):
+            return
+        previous = current
+        for pid in (pid for pid, alive in current.items() if alive):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+
+
+def _descendants(root: int) -> dict[int, bool]:
+    return {
+        # The main thread may exit before the others.
+        pid: fields[0] not in (b"Z", b"X") or len(tasks) > 1
+        for pid, fields, tasks in walk_tree(root)
+        if pid != root
+    }
