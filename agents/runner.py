@@ -17,6 +17,7 @@ from keel.agents.endpoint.program import ProgramEpisode
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.episode import Episode, EpisodeSettings
 from keel.agents.types import NodeLost
+from keel.rl.futures import LoopThread
 from keel.rl.turns import TurnRequest, TurnResult, conversation_of, seed_of
 from keel.rl.types import Group, Prompt, Purpose, Trajectory
 
@@ -26,6 +27,7 @@ _TRIES = 3
 _STARTING = 8
 """Maximum number of programs that start at the same time. More would slow each other down."""
 _CLOSE_S = 120.0
+"""Seconds for all environments to close, each of which has limits of its own."""
 
 
 SubmitTurn = Callable[[TurnRequest, Purpose], Future[TurnResult]]
@@ -99,18 +101,14 @@ class EpisodeRunner:
         """Number of groups started for each prompt since the last weight update. Prompts
         without an environment are counted in `RolloutPool`."""
         self._closed = False
-        self._loop = asyncio.new_event_loop()
         self._slots = {purpose: _Slots(most_open) for purpose in PURPOSES}
         self._groups: set[asyncio.Task[Group]] = set()
-        thread = threading.Thread(target=self._loop.run_forever, name="keel-agents", daemon=True)
-        self._thread = thread
-        self._thread.start()
+        self._thread = LoopThread("keel-agents")
         if has_programs:
             try:
                 most = _connection_limit(episodes_here)
                 endpoint = Endpoint(max_connections=most)
-                start = asyncio.run_coroutine_threadsafe(endpoint.__aenter__(), self._loop)
-                self._endpoint = start.result(_CLOSE_S)
+                self._endpoint = self._thread.submit(endpoint.__aenter__()).result(_CLOSE_S)
             except BaseException:
                 self.close()
                 raise
@@ -127,7 +125,7 @@ class EpisodeRunner:
             version, draw = self._version, self._draws[prompt.prompt_id]
             self._draws[prompt.prompt_id] += 1
         group = self._group(prompt, group_size, purpose, version, draw)
-        return asyncio.run_coroutine_threadsafe(group, self._loop)
+        return self._thread.submit(group)
 
     def set_version(self, version: int) -> None:
         """Set the weight version. It determines the sampling seeds of later groups."""
@@ -141,18 +139,12 @@ class EpisodeRunner:
             if self._closed:
                 return
             self._closed = True
-        end = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         try:
-            end.result(timeout=_CLOSE_S)
-        except TimeoutError:  # their processes end with this one
-            logging.getLogger(__name__).warning(
-                "environments did not close within %g s and are abandoned", _CLOSE_S
-            )
+            if not self._thread.stop(self._end(), _CLOSE_S):  # their processes end with this one
+                logging.getLogger(__name__).warning(
+                    "environments did not close within %g s and are abandoned", _CLOSE_S
+                )
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_CLOSE_S)
-            if not self._loop.is_running():
-                self._loop.close()
             if self._endpoint is not None:
                 self._endpoint.remove_folder()
 
@@ -172,7 +164,7 @@ class EpisodeRunner:
             await self._endpoint.__aexit__()
         # Environments that are still closing have their own deadlines.
         await asyncio.gather(
-            *asyncio.all_tasks(self._loop) - {asyncio.current_task()}, return_exceptions=True
+            *asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True
         )
         await asyncio.gather(*(close() for close in self._closing), return_exceptions=True)
 

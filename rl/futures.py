@@ -1,10 +1,13 @@
-"""Helpers for `concurrent.futures.Future`."""
+"""Helpers for `concurrent.futures.Future`, threads and event loops."""
 
+import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from typing import Any, TypeVar
+
+from keel.rl.supervisor import JOIN_S
 
 POLL_S = 0.2  # seconds between two calls of `should_abort` during a wait
 T = TypeVar("T")
@@ -48,6 +51,39 @@ def on_thread(call: Callable[[], T], name: str) -> Future[T]:
     result: Future[T] = Future()
     threading.Thread(target=settle, args=(result, call), name=name, daemon=True).start()
     return result
+
+
+class LoopThread:
+    """An asyncio event loop on a daemon thread."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def stop(self, finish: Coroutine[Any, Any, object], seconds: float = JOIN_S) -> bool:
+        """Run `finish` for up to `seconds`, then end the thread. Returns False on timeout."""
+        try:
+            self.submit(finish).result(seconds)
+        except TimeoutError:
+            return False
+        finally:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(JOIN_S)
+            if not self.loop.is_running():
+                self.loop.close()
+        return True
+
+
+async def cancel_tasks() -> None:
+    """Cancel all other tasks of the running event loop and wait for them."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def when_all(futures: Sequence[Future[Any]], make: Callable[[], T]) -> Future[T]:

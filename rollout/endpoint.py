@@ -9,9 +9,8 @@ import asyncio
 import itertools
 import json
 import os
-import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from typing import Any, Self, TypeVar, cast
 import numpy as np
 
 from keel.configs.schema import EndpointConfig, SamplingConfig
+from keel.rl.futures import LoopThread, cancel_tasks
 from keel.rl.turns import (
     THINK,
     Message,
@@ -38,7 +38,6 @@ from keel.rollout.chat.render import drop_old_thinking
 
 T = TypeVar("T")
 _CONNECT_S = 10.0
-_CLOSE_S = 30.0
 _MAX_SHOWN = 300
 LATER = "later: "  # starts the reason for a drop if the same request may succeed later
 _FORBIDDEN = 403
@@ -80,7 +79,6 @@ class EndpointCompletions:
         from openai import AsyncOpenAI, Timeout  # noqa: PLC0415  slow, for few commands
 
         config = self._config
-        self._loop = asyncio.new_event_loop()
         self._slots = asyncio.Semaphore(config.max_concurrent)
         self._client = AsyncOpenAI(
             base_url=config.base_url,
@@ -89,25 +87,15 @@ class EndpointCompletions:
             max_retries=config.retries,
             timeout=Timeout(config.timeout_s, connect=min(_CONNECT_S, config.timeout_s)),
         )
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="keel-endpoint", daemon=True
-        )
-        self._thread.start()
+        self.thread = LoopThread("keel-endpoint")
         return self
 
     def __exit__(self, *_: object) -> None:
         async def close() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            await cancel_tasks()
             await self._client.close()
 
-        try:
-            self.schedule(close()).result(_CLOSE_S)
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_CLOSE_S)
+        self.thread.stop(close())
 
     def submit(self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig) -> Future[Group]:
         """Start sampling a group of completions. The group lists the reason for each failed
@@ -127,10 +115,7 @@ class EndpointCompletions:
             dropped = tuple(reply for reply in replies if isinstance(reply, str))
             return Group(prompt=prompt, trajectories=trajectories, dropped=dropped)
 
-        return self.schedule(group())
-
-    def schedule(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self.thread.submit(group())
 
     async def complete(
         self,
@@ -312,7 +297,7 @@ class EndpointTurns:
     def turn(self, request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
         """Start sampling a turn. The future raises _TurnLost if the endpoint doesn't return one,
         and RuntimeError if the endpoint is unusable."""
-        return self._completions.schedule(self._turn(request, self._sampling[purpose]))
+        return self._completions.thread.submit(self._turn(request, self._sampling[purpose]))
 
     def forget(self, prompt: Prompt) -> Future[None]:
         """Delete the stored conversations of a prompt. Call this once they have finished."""
@@ -321,7 +306,7 @@ class EndpointTurns:
             for number in self._by_prompt.pop(prompt.prompt_id, ()):
                 self._parts.pop(number, None)
 
-        return self._completions.schedule(forget())
+        return self._completions.thread.submit(forget())
 
     async def _turn(self, request: TurnRequest, sampling: SamplingConfig) -> TurnResult:
         numbers = [int(one) for one in request.token_ids_T if one != _UNKNOWN_ID]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -16,9 +15,9 @@ from keel.rewards.failures import FailureRate
 from keel.rewards.judge.prompts import json_length, rubric_question
 from keel.rewards.judge.specs import CallError, Counts, Judgement, ServedJudge, judged_spec
 from keel.rewards.text import is_blank, outside_think
+from keel.rl.futures import LoopThread, cancel_tasks
 from keel.rl.types import Prompt
 
-_CLOSE_TIMEOUT_S = 10.0
 _LONG = 0.1  # of `max_characters`; a longer one that exceeds the judge's context scores 0
 
 
@@ -33,10 +32,8 @@ class JudgeService:
         self._endpoint = JudgeEndpoint(settings, servers)
         self._rate = FailureRate(settings.max_failure_fraction)
         self._counts = self._endpoint.counts
-        self._loop = asyncio.new_event_loop()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="judge", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("judge")
 
     def submit(
         self, prompt: Prompt, answer: str, thinking: str = ""
@@ -50,7 +47,7 @@ class JudgeService:
         if self._closed:
             raise RuntimeError("the judge is closed")
         judgement = self._judge_completion(prompt, answer, thinking)
-        return asyncio.run_coroutine_threadsafe(judgement, self._loop)
+        return self._thread.submit(judgement)
 
     def check_reachable(self) -> None:
         """Send a test request to each server. Raises ValueError if a request fails, and
@@ -66,7 +63,7 @@ class JudgeService:
             await asyncio.gather(*(ask(sample=number, only=one) for number, one in servers))
 
         try:
-            asyncio.run_coroutine_threadsafe(ask_each(), self._loop).result()
+            self._thread.submit(ask_each()).result()
         except CallError as error:
             settings = self._settings
             where = f"base_url = {settings.base_url!r}" if settings.base_url else "serve = True"
@@ -82,24 +79,18 @@ class JudgeService:
         if self._closed:
             return
         self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_TIMEOUT_S)
+
+        async def end() -> None:
+            await cancel_tasks()
+            await self._endpoint.close()
+
+        self._thread.stop(end())
 
     def __enter__(self) -> JudgeService:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self._loop.run_until_complete(self._endpoint.close())
-        self._loop.close()
 
     async def _judge_completion(
         self, prompt: Prompt, answer: str, thinking: str

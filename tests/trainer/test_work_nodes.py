@@ -248,7 +248,7 @@ def test_nodes_add_up(cluster: Cluster, folder: Path, monkeypatch: pytest.Monkey
             most = EPISODES * (size + 1)
             measure(range(most), play)  # starts the environments' servers
             delays.clear()
-            watch = asyncio.run_coroutine_threadsafe(watch_loop(), runner._loop)
+            watch = runner._thread.submit(watch_loop())
             played, played_cost = measure(range(6 * most), play)
             watch.cancel()
             shares = [2 * rate * SECONDS / (2 * size + 1), 5 * played * SECONDS / most]
