@@ -273,6 +273,10 @@ def _run_serve(module: Any, arguments: argparse.Namespace) -> int | None:
     return module.serve(folder, arguments.override, host=host, port=port, gpu=gpu)
 
 
+def _run_supervised(module: Any, arguments: argparse.Namespace) -> None:
+    module.train_supervised(arguments.command, arguments.recipe, arguments.override)
+
+
 _COMMANDS: Mapping[str, tuple[str, Callable[[Any, argparse.Namespace], Any]]] = {
     "chat": ("commands.serve", _run_serve),
     "check": ("commands.train", lambda module, a: module.check(a.recipe, a.override)),
@@ -284,12 +288,12 @@ _COMMANDS: Mapping[str, tuple[str, Callable[[Any, argparse.Namespace], Any]]] = 
     "judge": ("commands.judge", lambda module, a: module.judge(a)),
     "knobs": ("commands.reference", lambda module, a: module.describe(" ".join(a.name))),
     "new": ("commands.new", lambda module, a: module.new(a, lambda path: main(["check", path]))),
-    "pretrain": ("commands.train", lambda module, a: module.pretrain(a.recipe, a.override)),
+    "pretrain": ("commands.train", _run_supervised),
     "recipes": ("commands.reference", lambda module, a: module.list_recipes(a.name)),
     "report": ("commands.report.page", lambda module, a: module.report(a.run, a.out)),
     "replay": ("commands.replay", lambda module, a: module.replay(a.run, a.override)),
     "serve": ("commands.serve", _run_serve),
-    "sft": ("commands.train", lambda module, a: module.sft(a.recipe, a.override)),
+    "sft": ("commands.train", _run_supervised),
     "synthesize": ("commands.synthesize", lambda module, a: module.synthesize(a.config)),
     "train": ("commands.train", lambda module, a: module.train(a.recipe, a.override)),
     "watch": ("commands.report.page", lambda module, a: module.watch(a.run, a.port)),

@@ -14,11 +14,10 @@ from pathlib import Path
 from keel.agents.episode import BROKE
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, EvalVariant
-from keel.data.dataset import Dataset, load_dataset, source_lines
+from keel.data.dataset import Dataset, source_lines
 from keel.data.eval_store import EvaluationFolder, collect_samples
 from keel.data.pass_rate_filter import FilterFolder
 from keel.data.results import format_results, results
-from keel.rewards.checks import check_spec
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.text import every_turn, final_text, marked_answer, thinking_text
 from keel.rl.futures import then
@@ -33,7 +32,13 @@ from keel.trainer.launch import (
     run_episodes,
     run_remote_episodes,
 )
-from keel.trainer.prepare import check_rewards, needs_judge, prepare, prompt_tokens, require_prompts
+from keel.trainer.prepare import (
+    check_rewards,
+    load_prompts,
+    needs_judge,
+    prepare,
+    require_prompts,
+)
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.manifest import fingerprint
 from keel.trainer.run.progress import format_amount, waiting
@@ -280,7 +285,7 @@ def _choose_policy(
         text=task.text(trains=False),
         sampling=sampling,
         tokenizer_digest=task.tokenizer_digest,
-        count_tokens=lambda prompt: prompt_tokens(prompt, task.tokenizer, task.facts),
+        count_tokens=task.count_tokens,
         thinking_length=thinking_length,
     )
 
@@ -295,12 +300,7 @@ def _endpoint_policy(config: Config) -> _SampledPolicy:
                 f"data.sources[{source.name}] (program or raw) cannot use. Leave it out "
                 "(data.only), or serve the model by model.path"
             )
-    dataset = load_dataset(
-        config.data,
-        seed=config.run.seed,
-        count_tokens=lambda _: 0,
-        check_reward=check_spec,
-    )
+    dataset = load_prompts(config)
     notes = check_rewards(config, dataset)
     judged = needs_judge(config, dataset)
     if judged and not config.rewards.judge.base_url:

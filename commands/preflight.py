@@ -10,6 +10,7 @@ from keel.configs.diff import check_resumable
 from keel.configs.load import load_config
 from keel.configs.paths import data_path, unwritable
 from keel.configs.schema import DTYPE, TINY_MODEL, Config, ConfigError, SourceConfig
+from keel.configs.sections.sft import TEXT
 from keel.data.conversations.load import read_conversations
 from keel.data.jsonl import load_jsonl
 from keel.model.hub import check_path, is_hub_name
@@ -31,6 +32,12 @@ def check_quickly(config: Config, command: str, later: Collection[Path] = ()) ->
     supervised = command in ("sft", "pretrain")
     if supervised and not config.sft.sources:
         raise ConfigError("sft.sources: needs at least one source (docs/sft.md, docs/pretrain.md)")
+    others = [source.name for source in config.sft.sources if not source.is_text]
+    if command == "pretrain" and others:
+        raise ConfigError(
+            f"sft.sources: {', '.join(others)}: no text. `keel pretrain` learns from source: "
+            f"{' and '.join(TEXT)}, and `keel sft` from conversations, too"
+        )
     folder = config.run.folder
     if folder.is_file():
         raise ConfigError(f"run.dir = {folder}: is a file. Choose another folder")

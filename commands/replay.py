@@ -84,9 +84,7 @@ def _base_model(model: PlannedModel, config: Config, recipe: Path) -> str:
                 f"{recipe}: the tiny model of this run learned from {code!r}, and `keel replay` "
                 "runs no code that a run folder names. Set model.path to the folder of that model"
             )
-    return initial_model(
-        config, load_prompts(config, model.tokenizer, model.facts), gpu=model.hardware.gpu
-    )
+    return initial_model(config, load_prompts(config, model.count_tokens), gpu=model.gpu)
 
 
 def _find_batch(folder: Path, step: int | None) -> Path:

@@ -20,11 +20,9 @@ from keel.rl.types import ScoredGroup
 from keel.trainer import loop
 from keel.trainer.launch import Runtime, SftRuntime, launch, launch_sft
 from keel.trainer.nonfinite import SHOWN_FINDINGS
-from keel.trainer.placement.hardware import place
 from keel.trainer.placement.nodes import planned_hardware
 from keel.trainer.placement.step_time import token_flops
 from keel.trainer.prepare import Task, prepare
-from keel.trainer.prepare_sft import SftTask, prepare_pretraining, prepare_sft
 from keel.trainer.run.bad_batches import save_batch
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import CostRates
@@ -179,28 +177,22 @@ def _dump_bad_batch(
     say(f"step {step}: its batch is saved as {path}; {replay} trains on it again")
 
 
-def sft(recipe: str, overrides: Sequence[str]) -> None:
-    """Train on the recipe's conversations, or resume the run."""
+def train_supervised(command: str, recipe: str, overrides: Sequence[str]) -> None:
+    """Train on the recipe's conversations (`keel sft`) or on its texts only (`keel pretrain`), or
+    resume the run."""
     with waiting("checking the recipe and its data"):
-        task = prepare_sft(recipe, overrides)
-    _run(["sft", recipe, *overrides], task)
-
-
-def pretrain(recipe: str, overrides: Sequence[str]) -> None:
-    """Train on the recipe's text, or resume the run."""
-    with waiting("checking the recipe and its data"):
-        task = prepare_pretraining(recipe, overrides)
-    _run(["pretrain", recipe, *overrides], task)
-
-
-def _run(command: Sequence[str], task: SftTask) -> None:
+        task = prepare(recipe, overrides, supervised=True)
     run_with_restarts(
-        command, task, lambda _, layouts: launch_sft(task, print, layouts=layouts), _run_sft_loop
+        [command, recipe, *overrides],
+        task,
+        lambda _, layouts: launch_sft(task, print, layouts=layouts),
+        _run_sft_loop,
     )
 
 
 def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int) -> int:
-    task, learner = runtime.task, runtime.learner
+    task, learner, batches = runtime.task, runtime.learner, runtime.task.batches
+    assert batches is not None, "not a supervised task"
     with ExitStack() as stack:
         journal = open_journal(
             stack,
@@ -219,10 +211,9 @@ def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int
         save = partial(save_checkpoint, folder, task.config, learner, stop=interrupt, say=view.say)
         return fit(
             task.config,
-            batches=task.batches,
+            batches=batches,
             learner=learner,
             journal=journal,
-            heldout=task.data.heldout if task.config.run.eval_every >= 0 else {},
             save=save,
             should_stop=interrupt,
             say=view.say,
@@ -235,31 +226,30 @@ def check(recipe: str, overrides: Sequence[str]) -> int:
     """Validate a recipe for RL or supervised training and print what it would run, without starting
     anything. Returns exit status 1 if a reward function fails on a sample completion."""
     config = load_config(recipe, overrides)
-    tasks: list[Task | SftTask] = []
+    check_task = partial(prepare, recipe, overrides, hardware=planned_hardware)
+    tasks: list[Task] = []
     with waiting("checking the recipe and its prompts"):
         if config.sft.sources:
-            tasks.append(prepare_sft(recipe, overrides, hardware=planned_hardware))
+            tasks.append(check_task(supervised=True))
         if config.data.sources:
-            tasks.append(prepare(recipe, overrides, hardware=planned_hardware))
+            tasks.append(check_task())
     for i, task in enumerate(tasks):
         if len(tasks) > 1:
-            command = task.command if isinstance(task, SftTask) else "train"
-            print(f"{chr(10) if i else ''}keel {command}")
-        seats = list(place(task.config, task.hardware.idle).lines()) if task.gpu else ()
-        print(task.text(seats=seats))
+            print(f"{chr(10) if i else ''}keel {task.command}")
+        print(task.text(placed=True))
     warnings = _check_writable(tasks[0])
     folder = _run_folder(tasks)
     if status := folder.status():
         print(f"{folder.path} {status}")
     for line in (*warnings, *folder.warnings()):
         print(f"{'warning':<12} {line}")
-    failed = [line for task in tasks if isinstance(task, Task) for line in task.failed]
+    failed = [line for task in tasks for line in task.failed]
     for line in failed:
         print(f"keel check: {line}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _check_writable(task: Task | SftTask) -> list[str]:
+def _check_writable(task: Task) -> list[str]:
     path = task.config.run.folder
     if not (why := unwritable(path)):
         return []
@@ -268,7 +258,7 @@ def _check_writable(task: Task | SftTask) -> list[str]:
     return [f"run.dir = {path}: cannot be written here ({why}); the run needs it on its machine"]
 
 
-def _run_folder(tasks: Sequence[Task | SftTask]) -> RunFolder:
+def _run_folder(tasks: Sequence[Task]) -> RunFolder:
     """Return the run folder of the first task in `tasks` that can resume it. If none can, raise the
     ConfigError from the first task."""
     errors: list[ConfigError] = []

@@ -243,11 +243,11 @@ class Config(Section):
             return f"agents.window = {self.max_context}"
         return f"data.max_prompt_tokens + rollout.sampling.max_tokens = {self.max_context}"
 
-    def supervised(self, steps: int) -> Config:
-        """Return a copy for a supervised run of `steps` steps, with neutral RL settings
-        (temperature 1, no sequence mask)."""
+    def supervised(self) -> Config:
+        """Return a copy for supervised training, with neutral RL settings (temperature 1, no
+        sequence mask)."""
         return Config(
-            run=replace(self.run, steps=steps),
+            run=self.run,
             model=self.model,
             algorithm=AlgorithmConfig(mask_delta=None),
             trainer=replace(self.trainer, share_prompts=False),

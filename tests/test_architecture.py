@@ -40,10 +40,7 @@ MAY_IMPORT = {
         *("model", "weights", "rollout", "trainer"),
     },
 }
-WIRING = tuple(
-    f"trainer/{name}.py"
-    for name in ("build_agents", "prepare", "prepare_sft", "launch", "work_nodes")
-)
+WIRING = tuple(f"trainer/{name}.py" for name in ("build_agents", "prepare", "launch", "work_nodes"))
 WIRING_ALSO = {"rollout", "rewards", "data", "agents"}
 OWNERS = {
     "vllm": ("rollout/", "weights/", "model/batch_invariant/vllm_kernels.py"),

@@ -50,7 +50,6 @@ from keel.trainer.placement.nodes import (
 )
 from keel.trainer.placement.watchdog import Watchdog, start_watchdog
 from keel.trainer.prepare import Task, length_rules
-from keel.trainer.prepare_sft import SftTask
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import WorkerLost
 from keel.trainer.work_nodes import WorkNodes
@@ -152,7 +151,7 @@ class RemoteRuntime:
 class SftRuntime:
     """The running trainer ranks of a supervised training task."""
 
-    task: SftTask
+    task: Task
     learner: Learner
     watchdog: Watchdog
     gpus: int
@@ -262,7 +261,7 @@ def launch(
 
 
 @contextmanager
-def launch_sft(task: SftTask, say: _Say, *, layouts: ElasticLayouts) -> Iterator[SftRuntime]:
+def launch_sft(task: Task, say: _Say, *, layouts: ElasticLayouts) -> Iterator[SftRuntime]:
     config = task.config
     download(config.model.path)
     with ExitStack() as stack:
@@ -271,7 +270,7 @@ def launch_sft(task: SftTask, say: _Say, *, layouts: ElasticLayouts) -> Iterator
         task = replace(task, config=config)
         watchdog = stack.enter_context(start_watchdog(say, config.run.hang_timeout_s))
         learner = Learner(
-            _sft_model_folder(task),
+            initial_model(task.recipe, task.dataset, gpu=task.gpu),
             config,
             gpu=task.gpu,
             actor_options=partial(seats.options, RANK) if seats else None,
@@ -398,24 +397,17 @@ def run_remote_episodes(remote: RemoteRuntime) -> Iterator[RemoteRuntime]:
 # Model files.
 
 
-def _sft_model_folder(task: SftTask) -> str:
-    """Return the folder with the initial weights. The tiny model gets the same cold start as in
-    `keel train`, or random weights if the recipe has no `data.sources` or no cold start."""
-    config, tiny = task.config, task.config.model.tiny
-    if config.model.path != TINY_MODEL:
-        return from_anywhere(config.model.path)
-    if task.prompts is not None and tiny.cold_start.steps:
-        return initial_model(task.recipe, task.prompts, gpu=task.gpu)
-    random = replace(tiny, cold_start=replace(tiny.cold_start, steps=0))
-    return str(ensure_tiny_model(random, Curriculum(seed=config.run.seed)))
-
-
 def initial_model(config: Config, dataset: Dataset, *, gpu: bool) -> str:
-    """Return the folder of the recipe's model, building the tiny model if it isn't cached yet."""
+    """Return the folder of the recipe's model, building the tiny model if it isn't cached yet. It
+    has random weights if the recipe has no prompts or no cold start."""
     if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
-    steps = config.model.tiny.cold_start.steps
-    with waiting("cold start of the tiny model", total=steps, unit="steps") as wait:
+    tiny = config.model.tiny
+    if not config.data.sources:
+        tiny = replace(tiny, cold_start=replace(tiny.cold_start, steps=0))
+    steps = tiny.cold_start.steps
+    what = "cold start of" if steps else "building"
+    with waiting(f"{what} the tiny model", total=steps, unit="steps") as wait:
 
         def show(step: int, loss: float, seconds: float) -> None:
             wait.done, wait.note = step, f"loss {loss:.3f}"
@@ -429,7 +421,7 @@ def initial_model(config: Config, dataset: Dataset, *, gpu: bool) -> str:
             tools_in_thinking=[s.name for s in config.data.sources if config.calls_in_thinking(s)],
         )
         device = "cuda" if gpu and torch.cuda.is_available() else "cpu"
-        folder = ensure_tiny_model(config.model.tiny, curriculum, device=device, progress=show)
+        folder = ensure_tiny_model(tiny, curriculum, device=device, progress=show)
     if steps:
         how = "cold start done; cached in" if wait.done else "cold start loaded from"
         print(f"tiny model: {how} {folder}", flush=True)

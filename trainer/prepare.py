@@ -1,11 +1,13 @@
-"""Turn a recipe into a checked task with a model, a plan and prompts, before any process starts.
+"""Turn a recipe into a checked task with a model, a plan and data, before any process starts.
 
-`keel.trainer.prepare_sft` does the same for supervised training. Only these modules and
-`keel.trainer.launch` combine data, rewards and rollouts.
+Only this module and `keel.trainer.launch` combine data, rewards and rollouts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ from keel.configs.load import load_recipe
 from keel.configs.schema import Config, ConfigError
 from keel.configs.sections.model import TINY_MODEL
 from keel.configs.system_prompts import system_prompt
+from keel.data.conversations.forms import Example, Render
+from keel.data.conversations.load import load_sft_data
+from keel.data.conversations.text import Encoded
 from keel.data.dataset import Dataset, load_dataset, source_lines, source_warnings
 from keel.model.batch_invariant.layers import check_invariant
 from keel.model.hub import ignored_code, local_folder, missing_weights
@@ -28,21 +33,25 @@ from keel.model.load import (
     load_tokenizer,
 )
 from keel.model.tiny.build import model_config
-from keel.model.tiny.cold_start import taught_sources
+from keel.model.tiny.cold_start import TAUGHT, taught_sources
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.model.trainable import check_adapters, check_ids, check_same_family, trainable_facts
 from keel.rewards.checks import FAILED, check_prompts, check_spec, try_functions
 from keel.rewards.compose import REFUSAL, check_weights
 from keel.rewards.judge.specs import JUDGED_KINDS
 from keel.rewards.length import LengthRule
-from keel.rl.turns import THINK
-from keel.rl.types import Prompt
+from keel.rl.sft import supervised_segment
+from keel.rl.turns import THINK, ToolSpec
+from keel.rl.types import Prompt, Segment
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.parsing import find_thinking_marks
-from keel.rollout.chat.render import name_of, render_prompt
+from keel.rollout.chat.render import Encoder, name_of, render_prompt
+from keel.rollout.chat.render_given import render_given
+from keel.rollout.chat.template_checks import check_prefix_preserving
 from keel.trainer.build_agents import check_chat, check_environments
 from keel.trainer.placement.families import (
     check_engine,
+    check_indexer_length,
     check_model_type,
     stale_mask_warning,
 )
@@ -50,7 +59,9 @@ from keel.trainer.placement.hardware import Hardware
 from keel.trainer.placement.layouts import Choice, choose, load_choice, with_dtype
 from keel.trainer.placement.nodes import detect_hardware, with_missing_nodes
 from keel.trainer.placement.plan import Plan, describe, section_lines
+from keel.trainer.run.checkpoint import latest_complete, read_state
 from keel.trainer.run.manifest import MANIFEST, check_exported
+from keel.trainer.sft import Batches
 
 _UNKNOWN_GIB = (
     "run.gpu_gib is not set and no GPU is here, so GPUs could not be planned: open knobs have "
@@ -79,63 +90,99 @@ class PlannedModel:
     def plan(self) -> Plan:
         return self.choice.plan
 
-    def _text(self, sections: Mapping[str, Sequence[str]]) -> str:
-        lines = section_lines({**sections, "chosen": self.choice.lines()})
-        return "\n".join([*lines, *(f"{'warning':<12} {line}" for line in self.warnings)])
+    def count_tokens(self, prompt: Prompt) -> int:
+        """Return a prompt's length in tokens, or 0 if an environment starts the conversation.
+        Raises ConfigError if the chat template can't render the prompt."""
+        if prompt.environment:
+            return 0
+        try:
+            token_ids = render_prompt(self.tokenizer, prompt)[0]
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"prompt {prompt.prompt_id}: cannot be written by {name_of(self.tokenizer)}: "
+                f"{error}. Change the prompt, or give another template (model.chat_template)"
+            ) from error
+        check_ids(token_ids, self.facts.vocab_size, f"prompt {prompt.prompt_id}")
+        return len(token_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task(PlannedModel):
-    """A validated RL recipe and its prompts."""
+    """A validated recipe for RL or supervised training, and its data."""
 
+    recipe: Config
+    """The complete recipe. In supervised training, `config` holds only the knobs that matter."""
     dataset: Dataset
+    """The prompts of `data.sources`. Supervised training only excludes those held out."""
+    batches: Batches | None  # conversations or texts for supervised training, or None in RL
     chat: TemplateChat | None  # the model's chat format, or None if no source has an environment
-    notes: Mapping[str, str]
-    """Results of checking the rewards, the environments and the chat format, keyed by name."""
-    failed: Sequence[str]  # warnings about reward functions that failed on a sample completion
+    data_lines: Sequence[str]  # a description of the data and the results of checking rewards
+    failed: Sequence[str] = ()  # warnings about reward functions that failed on a completion
+
+    @property
+    def command(self) -> str:
+        if self.batches is None:
+            return "train"
+        return "pretrain" if self.config.sft.only_text else "sft"
 
     @property
     def judged(self) -> bool:
         return needs_judge(self.config, self.dataset)
 
     def restore(self, position: Mapping[str, Any]) -> None:
-        self.dataset.train.restore(position)
+        (self.batches or self.dataset.train).restore(position)
 
     def position(self) -> Mapping[str, Any]:
-        return self.dataset.train.position()
+        return (self.batches or self.dataset.train).position()
 
-    def text(self, *, seats: Sequence[str] = (), trains: bool = True) -> str:
-        config, facts, hardware = self.config, self.facts, self.hardware
-        data = source_lines(config, self.dataset)
-        data += [f"{name}: {note}" for name, note in self.notes.items()]
-        return self._text(
-            describe(config, facts, self.plan, hardware, data, seats=seats, trains=trains)
+    def text(self, *, placed: bool = False, trains: bool = True) -> str:
+        """Describe the task for the user. Set `placed` to show which GPUs each actor would get, and
+        unset `trains` to leave out training steps."""
+        sections = describe(
+            self.config,
+            self.facts,
+            self.plan,
+            self.hardware,
+            self.data_lines,
+            passes=self.batches.passes(self.config.run.steps) if self.batches else 0.0,
+            placed=placed,
+            trains=trains,
         )
+        lines = section_lines({**sections, "chosen": self.choice.lines()})
+        return "\n".join([*lines, *(f"{'warning':<12} {line}" for line in self.warnings)])
 
 
 def prepare(
-    recipe: str, overrides: Sequence[str], *, hardware: DetectHardware = detect_hardware
+    recipe: str,
+    overrides: Sequence[str],
+    *,
+    supervised: bool = False,
+    hardware: DetectHardware = detect_hardware,
 ) -> Task:
-    """Load an RL recipe and run every check that can run before the engines start. Raises
-    ConfigError if one fails."""
+    """Load a recipe for RL or supervised training, and run every check that can run before any
+    process starts. Raises ConfigError if one fails."""
     disable_progress_bar()  # the bars of transformers would break ours
     config, open_knobs = load_recipe(recipe, overrides)
+    chats = any(not source.raw for source in config.data.sources)
+    if supervised:
+        chats = chats or not config.sft.only_text
+        model = plan_model(config.supervised(), open_knobs, hardware, chats=chats)
+        return _with_conversations(model, config, overrides)
     require_prompts(config)
-    try:
-        check_weights(config.data.rewards_by_domain, config.data.domains_with_environments)
-    except ValueError as error:
-        raise ConfigError(f"data.sources: {error}") from error
-    raw = all(source.raw for source in config.data.sources)
-    model = plan_model(config, open_knobs, hardware, chats=not raw)
-    config, tokenizer, facts, gpu = model.config, model.tokenizer, model.facts, model.gpu
-    check_engine(config, facts, gpu=gpu, fp8=model.hardware.fp8)
+    return _with_rewards(plan_model(config, open_knobs, hardware, chats=chats))
+
+
+def _with_rewards(model: PlannedModel) -> Task:
+    """Load the prompts, and check their rewards and environments with this model."""
+    config, tokenizer, gpu = model.config, model.tokenizer, model.gpu
+    check_engine(config, model.facts, gpu=gpu, fp8=model.hardware.fp8)
     cold_start = config.model.path == TINY_MODEL and config.model.tiny.cold_start.steps
     if cold_start and not config.endpoint.base_url:
         taught_sources(config.data.sources)
     chat = check_chat(config, tokenizer)
-    dataset = load_prompts(config, tokenizer, facts)
+    dataset = load_prompts(config, model.count_tokens)
     chats = "none: raw prompts"
-    if not raw:
+    if not all(source.raw for source in config.data.sources):
         writer = "model.chat_template" if config.model.chat_template else name_of(tokenizer)
         chats = f"written by {writer}"
         chats += "" if tokenizer.chat_template else ", since the tokenizer has no chat template"
@@ -143,19 +190,19 @@ def prepare(
             chats += f"; calls are read as in the format {chat.format.name}"
             inside = [s.name for s in config.data.sources if config.calls_in_thinking(s)]
             chats += f", inside the thinking in {', '.join(inside)}" if inside else ""
-    notes, failed = {"chats": chats}, list[str]()
-    for name, note in check_rewards(config, dataset).items():
-        if note.startswith(FAILED):
-            failed.append(f"{name}: {note}")
-        else:
-            notes[name] = note
+    notes = {"chats": chats, **check_rewards(config, dataset)}
+    failed = [f"{name}: {note}" for name, note in notes.items() if note.startswith(FAILED)]
+    notes |= check_environments(config, chat, dataset)
+    lines = [f"{name}: {note}" for name, note in notes.items()]
     warnings = [*model.warnings, *source_warnings(config, dataset), *failed]
     task = Task(
         **vars(replace(model, warnings=warnings)),
+        recipe=config,
         dataset=dataset,
+        batches=None,
         chat=chat,
+        data_lines=[*source_lines(config, dataset), *(x for x in lines if x not in failed)],
         failed=failed,
-        notes=notes | check_environments(config, chat, dataset),
     )
     config.rewards.judge.check_used(judged=task.judged, gpu=gpu)
     return task
@@ -256,29 +303,10 @@ def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelF
 # Prompts and rewards.
 
 
-def load_prompts(config: Config, tokenizer: Any, facts: ModelFacts) -> Dataset:
+def load_prompts(config: Config, count_tokens: Callable[[Prompt], int] = lambda _: 0) -> Dataset:
     return load_dataset(
-        config.data,
-        seed=config.run.seed,
-        count_tokens=lambda prompt: prompt_tokens(prompt, tokenizer, facts),
-        check_reward=check_spec,
+        config.data, seed=config.run.seed, count_tokens=count_tokens, check_reward=check_spec
     )
-
-
-def prompt_tokens(prompt: Prompt, tokenizer: Any, facts: ModelFacts) -> int:
-    """Return a prompt's length in tokens, or 0 if an environment starts the conversation. Raises
-    ConfigError if the chat template can't render the prompt."""
-    if prompt.environment:
-        return 0
-    try:
-        token_ids = render_prompt(tokenizer, prompt)[0]
-    except (TemplateError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"prompt {prompt.prompt_id}: cannot be written by {name_of(tokenizer)}: {error}. "
-            "Change the prompt, or give another template (model.chat_template)"
-        ) from error
-    check_ids(token_ids, facts.vocab_size, f"prompt {prompt.prompt_id}")
-    return len(token_ids)
 
 
 def require_prompts(config: Config) -> None:
@@ -302,6 +330,7 @@ def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
     notes on the results, keyed by name. Raises ConfigError if a reward is invalid."""
     notes: dict[str, str] = {}
     try:
+        check_weights(config.data.rewards_by_domain, config.data.domains_with_environments)
         length_rules(config)
         for source in config.data.sources:
             prompts = [
@@ -352,3 +381,115 @@ def _thinking_warnings(config: Config, tokenizer: Any) -> Iterator[str]:
                 f"model does between {marks.open} and {marks.close}. Ask for these, or set "
                 "model.thinking_marks: ['<think>', '</think>']"
             )
+
+
+# Conversations and texts.
+
+
+def _with_conversations(model: PlannedModel, recipe: Config, overrides: Sequence[str]) -> Task:
+    """Load the conversations and texts, tokenized for this model, without the prompts that
+    `recipe` holds out."""
+    config, sft, facts, tokenizer = model.config, model.config.sft, model.facts, model.tokenizer
+    if facts.balance_loss:
+        raise ConfigError(
+            f"model.path = {config.model.path!r}: config.json asks for a loss that balances "
+            "experts, which supervised training does not add (docs/sft.md). Set "
+            "output_router_logits: false in a copy of the folder"
+        )
+    dataset = load_prompts(recipe, model.count_tokens)
+    try:
+        chat = None if sft.only_text else TemplateChat(tokenizer, marks=config.model.thinking_marks)
+        texts = any(source.is_text for source in sft.sources)
+        encoded = _text_encoder(tokenizer) if texts else None
+    except ValueError as error:
+        name = config.model.tokenizer or config.model.path
+        raise ConfigError(f"the tokenizer of {name!r}: {error}") from error
+    data = load_sft_data(
+        sft,
+        seed=config.run.seed,
+        render=_chat_renderer(chat),
+        solve=_solve_with_reasoning,
+        tokenizer=model.tokenizer_digest,
+        encoded=encoded,
+        reserved=dataset.reserved,
+        reserved_ids={p.prompt_id for prompts in dataset.heldout.values() for p in prompts},
+    )
+    for example in chain(*data.train.sources.values(), *data.heldout.values()):
+        for segment in example.segments:
+            check_ids(segment.token_ids_T, facts.vocab_size, segment.prompt_id)
+    epoch = sum(source.repeat * data.report[source.name].learned for source in sft.sources)
+    batches = Batches(data.train, sft, epoch=epoch, heldout=data.heldout)
+    if sft.only_text:
+        longest = max(report.longest for report in data.report.values())
+        check_indexer_length(config, facts, longest=longest)
+    warnings = [*model.warnings]
+    if sft.epochs:
+        config = replace(config, run=replace(config.run, steps=_total_steps(config, batches)))
+        if any(each.startswith("run.steps=") for each in overrides):
+            warnings.append("run.steps is ignored because sft.epochs is set; sft.epochs=0 uses it")
+    lines = [line for name, report in data.report.items() for line in report.lines(name)]
+    if chat:
+        lines.append(f"chats are written in the format {chat.format.name}")
+    return Task(
+        **vars(replace(model, config=config, warnings=warnings)),
+        recipe=recipe,
+        dataset=dataset,
+        batches=batches,
+        chat=None,
+        data_lines=lines,
+    )
+
+
+def _total_steps(config: Config, batches: Batches) -> int:
+    """Return the step at which the last of `sft.epochs` epochs is complete. Steps before the newest
+    checkpoint are counted rather than estimated, because the last batch of an earlier epoch may
+    have been smaller."""
+    beginning, done = batches.position(), 0
+    if newest := latest_complete(config.run.folder / "checkpoints"):
+        with suppress(ValueError, LookupError, TypeError):  # resuming reports it
+            state = read_state(newest)
+            batches.restore(state.cursor)
+            done = state.step
+    steps = done + batches.steps_of(config.sft.epochs)
+    batches.restore(beginning)
+    return steps
+
+
+def _text_encoder(tokenizer: Any) -> Encoded:
+    """Return a function that encodes text with the tokenizer's prefix and end-of-text token,
+    escaping control tokens. Raises ValueError if the tokenizer doesn't support this."""
+    encoder, end = Encoder(tokenizer), tokenizer.eos_token_id
+    before = [index for index in tokenizer("")["input_ids"] if index != end]
+    return Encoded(lambda text: encoder.encode(encoder.shield(text)), tuple(before), (end,))
+
+
+def _chat_renderer(chat: TemplateChat | None) -> Render:
+    """Return a function that renders conversations to token ids using the same code as rollouts."""
+    checked: set[tuple[bool, bool]] = set()
+
+    def render(example: Example) -> list[Segment]:
+        assert chat is not None
+        tools = [
+            ToolSpec(name=f["name"], description=str(f["description"]), parameters=f["parameters"])
+            for f in (tool["function"] for tool in example.tools)
+        ]
+        kind = (example.thinking, bool(tools))
+        if len(example.trained) > 1 and kind not in checked:
+            check = check_prefix_preserving if tools else partial(check_prefix_preserving, tools=())
+            check(chat, modes=(example.thinking,))
+            checked.add(kind)
+        contexts = render_given(
+            chat, example.messages, tools, thinking=example.thinking, trained=example.trained
+        )
+        return [
+            supervised_segment(example.origin, context.ids, context.trained) for context in contexts
+        ]
+
+    return render
+
+
+def _solve_with_reasoning(task: str, entry: Mapping[str, Any]) -> dict[str, Any] | None:
+    if (solution := TAUGHT.get(task)) is None or not solution.covers(entry["metadata"]):
+        return None
+    working = solution.working(entry["metadata"])
+    return {"role": "assistant", "content": str(entry["answer"]), "reasoning_content": working}

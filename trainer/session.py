@@ -17,7 +17,6 @@ from keel.rl.metrics import MEASURES
 from keel.trainer.placement.elastic import ElasticLayouts
 from keel.trainer.placement.layouts import save_choice
 from keel.trainer.prepare import Task
-from keel.trainer.prepare_sft import SftTask
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import CostRates, Journal, note
@@ -34,7 +33,7 @@ S = TypeVar("S")
 
 def run_with_restarts(
     command: Sequence[str],
-    task: Task | SftTask,
+    task: Task,
     launch: Callable[[RunFolder, ElasticLayouts], AbstractContextManager[S]],
     drive: Callable[[S, RunFolder, View, int], int],
     *,

@@ -26,7 +26,19 @@ class _SftStream(Protocol):
 
 
 class Batches:
-    def __init__(self, stream: _SftStream, config: SftConfig, *, epoch: float) -> None:
+    """The conversations or texts of a run: batches to train on, and held-out sets."""
+
+    def __init__(
+        self,
+        stream: _SftStream,
+        config: SftConfig,
+        *,
+        epoch: float,
+        heldout: Mapping[str, Sequence[SftExample]],
+    ) -> None:
+        """`epoch` is the number of conversations in an epoch, and `heldout` has those held out, by
+        source."""
+        self.heldout = heldout
         self._stream, self._config, self._epoch = stream, config, epoch
         self._next: SftExample | None = None
         """A conversation drawn from the stream that did not fit into the previous batch."""
@@ -89,7 +101,6 @@ def fit(
     batches: Batches,
     learner: Learner,
     journal: RunJournal,
-    heldout: Mapping[str, Sequence[SftExample]],
     save: Save,
     should_stop: Callable[[], bool],
     say: Callable[[str], None],
@@ -106,7 +117,8 @@ def fit(
             replicas=config.trainer.data_parallel,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
         )
-        for name, examples in heldout.items()
+        for name, examples in batches.heldout.items()
+        if run.eval_every >= 0
     }
     plans_by_replica = [
         {name: plans[replica] for name, plans in planned.items()}
@@ -121,7 +133,7 @@ def fit(
 
     # Before the first step, or if the evaluation of `start` was cut off.
     due = not start or (evaluation_due(run, start) and not journal.evaluated(start))
-    if heldout and due and (measured := measure()):
+    if planned and due and (measured := measure()):
         journal.record(start, measured, [])
     if should_abort():
         return start
@@ -136,7 +148,7 @@ def fit(
             say(f"step {step}: no finite gradient: {line}")
         metrics = {**result.metrics, "sft/epochs": Mean(batches.epochs, 1), **saver.metrics()}
         metrics |= clock.metrics(sum(example.learned_tokens for example in examples))
-        if heldout and evaluation_due(run, step):
+        if planned and evaluation_due(run, step):
             metrics |= measure()
         journal.record(step, metrics, [])
         if result.gave_up:

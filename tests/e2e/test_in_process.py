@@ -50,7 +50,6 @@ from keel.trainer.engine.engine import TrainerEngine
 from keel.trainer.launch import (
     Runtime,
     SftRuntime,
-    _sft_model_folder,
     build_scorer,
     initial_model,
     run_episodes,
@@ -59,7 +58,6 @@ from keel.trainer.learner import plan_batches
 from keel.trainer.nonfinite import describe_findings
 from keel.trainer.placement.nodes import start_ray, stop_ray
 from keel.trainer.prepare import Task
-from keel.trainer.prepare_sft import SftTask
 from keel.trainer.run.manifest import Entry, find_damage
 from keel.trainer.run.trajectory_files import saved_segments
 from keel.weights.channel import Bucket
@@ -218,8 +216,9 @@ def in_this_process() -> Iterator[None]:
             yield Runtime(task=task, pool=pool, nodes=SimpleNamespace(), **parts)  # type: ignore[arg-type]
 
     @contextmanager
-    def teaching(task: SftTask, say: Callable[[str], None], **_: Any) -> Iterator[SftRuntime]:
-        learner = LocalLearner(_sft_model_folder(task), task.config)
+    def teaching(task: Task, say: Callable[[str], None], **_: Any) -> Iterator[SftRuntime]:
+        model = initial_model(task.recipe, task.dataset, gpu=task.gpu)
+        learner = LocalLearner(model, task.config)
         yield SftRuntime(task=task, learner=learner, **unwatched())  # type: ignore[arg-type]
 
     threads = torch.get_num_threads()

@@ -143,7 +143,7 @@ def base_recipe(tmp_path: Path) -> Path:
 
 def test_chat_template_reaches_engines_and_export(base_recipe: Path, tmp_path: Path) -> None:
     task = prepare(str(base_recipe), [f"model.chat_template={tmp_path}/chat.jinja"])
-    assert task.notes["chats"].startswith("written by model.chat_template")
+    assert "chats: written by model.chat_template" in task.text()
     config, (prompt,) = task.config, task.dataset.train.sources["sums"]
     ids = render_prompt(task.tokenizer, prompt)[0]
     assert task.tokenizer.decode(ids) == "<user>1 + 1 =\n<assistant>"

@@ -19,7 +19,7 @@ from keel.rl.packing import PackPlan
 from keel.rl.sft import SftExample, supervised_segment
 from keel.rl.types import StepResult
 from keel.trainer import sft
-from keel.trainer.prepare_sft import _text_encoder, prepare_pretraining, prepare_sft
+from keel.trainer.prepare import Task, _text_encoder, prepare
 from keel.trainer.run.checkpoint import State, save
 from tests.trainer.placement.shapes import machine
 
@@ -40,7 +40,7 @@ def stream(examples: Sequence[SftExample]) -> Stream[SftExample]:
 
 def config_of(**knobs: Any) -> Config:
     overrides = [f"{name}={value}" for name, value in {"sft.epochs": 0, **knobs}.items()]
-    return load_config("sft-quickstart", ["run.steps=6", *overrides]).supervised(6)
+    return load_config("sft-quickstart", ["run.steps=6", *overrides]).supervised()
 
 
 class Ranks:
@@ -73,10 +73,17 @@ class Run:
     """A run that records its output."""
 
     def __init__(
-        self, examples: Sequence[SftExample], config: Config, *, stop_after: int = 99
+        self,
+        examples: Sequence[SftExample],
+        config: Config,
+        heldout: Mapping[str, Sequence[SftExample]],
+        *,
+        stop_after: int = 99,
     ) -> None:
         self.ranks, self.config, self.stop_after = Ranks(config), config, stop_after
-        self.batches = sft.Batches(stream(examples), config.sft, epoch=len(examples))
+        self.batches = sft.Batches(
+            stream(examples), config.sft, epoch=len(examples), heldout=heldout
+        )
         self.steps: dict[int, dict[str, float]] = {}
         self.saved: dict[int, Mapping[str, Any]] = {}
 
@@ -93,13 +100,12 @@ class Run:
         self.saved[step] = json.loads(json.dumps(position))
         return True
 
-    def fit(self, heldout: Sequence[SftExample] = (), *, start: int = 0) -> int:
+    def fit(self, *, start: int = 0) -> int:
         return sft.fit(
             self.config,
             batches=self.batches,
             learner=self.ranks,
             journal=self,
-            heldout={"h": heldout} if heldout else {},
             save=self.save,
             should_stop=lambda: len(self.steps) > self.stop_after,
             say=print,
@@ -109,8 +115,9 @@ class Run:
 
 
 def test_run_evaluates_and_reports() -> None:
-    run = Run(lessons(*range(3, 13)), config_of(**{"sft.conversations_per_step": 4}))
-    assert run.fit(lessons(5)) == 6
+    config = config_of(**{"sft.conversations_per_step": 4})
+    run = Run(lessons(*range(3, 13)), config, {"h": lessons(5)})
+    assert run.fit() == 6
     assert [len(step) for step in run.ranks.learned] == [4] * 6
     assert list(run.steps) == list(range(7)) and list(run.saved) == [6]
     losses = [found.get("eval/h/loss") for found in run.steps.values()]
@@ -131,7 +138,7 @@ def test_epochs_become_steps(knobs: tuple[int, int, float], steps: int) -> None:
     examples, (each, tokens, epochs) = lessons(*range(3, 13)), knobs
     sizes = {"sft.conversations_per_step": each, "sft.tokens_per_step": tokens}
     config = config_of(**sizes, **{"sft.epochs": epochs})
-    batches = sft.Batches(stream(examples), config.sft, epoch=10)
+    batches = sft.Batches(stream(examples), config.sft, epoch=10, heldout={})
     assert batches.steps_of(epochs) == steps
     assert batches.epochs == 0, "it stays where it is"
     drawn = [lesson.prompt_id for _ in range(steps) for lesson in batches.take()]
@@ -168,6 +175,11 @@ def recipe(folder: Path, *, text: bool = False, holdout: int = 2) -> str:
     return str(path)
 
 
+def batches_of(task: Task) -> sft.Batches:
+    assert task.batches is not None
+    return task.batches
+
+
 @pytest.mark.parametrize("kind", ["chats", "template", "trajectories"])
 def test_heldout_prompts_are_not_trained_on(tmp_path: Path, kind: str) -> None:
 
@@ -189,9 +201,9 @@ def test_heldout_prompts_are_not_trained_on(tmp_path: Path, kind: str) -> None:
         ]
         sampled = {"name": "chats", "source": "trajectories", "path": write("t.jsonl", rows)}
         knobs.append(f"sft.sources={json.dumps([sampled])}")
-    task = prepare_sft(recipe(tmp_path, holdout=0), knobs)
-    report = task.data.report["chats"]
-    assert (report.learned, report.left_out) == (7, {"held out by data.sources": 5})
+    task = prepare(recipe(tmp_path, holdout=0), knobs, supervised=True)
+    assert "chats: 7 conversations to learn from" in task.text()
+    assert "left out: 5 held out by data.sources" in task.text()
     assert task.config.data.sources == () and task.config.algorithm.mask_delta is None
 
 
@@ -207,7 +219,7 @@ def test_invalid_recipes_are_refused(
     tmp_path: Path, text: bool, overrides: list[str], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
-        (prepare_pretraining if text else prepare_sft)(recipe(tmp_path, text=text), overrides)
+        prepare(recipe(tmp_path, text=text), overrides, supervised=True)
 
 
 @pytest.mark.parametrize(
@@ -228,13 +240,13 @@ def test_recipes_of_the_report_run_in_small(
     tiny = {"path": "tiny", "dtype": "float32", "tiny": {**model, "cold_start": {"steps": 0}}}
     small |= {"model.path": f"model={json.dumps(tiny)}"}
     small |= {"text": f"sft.sources[text].path={tmp_path}", "dir": f"run.dir={tmp_path}"}
-    task = prepare_pretraining(name, [*small.values()])
-    assert task.config.trainer.lr == trainer.lr and len(task.batches.take()) > 0
+    task = prepare(name, [*small.values()], supervised=True)
+    assert task.config.trainer.lr == trainer.lr and len(batches_of(task).take()) > 0
 
 
 def test_plan_on_gpus_has_a_time(tmp_path: Path) -> None:
     overrides, path = ["run.device=gpu", "run.steps=3600"], recipe(tmp_path, text=True)
-    task = prepare_sft(path, overrides, hardware=lambda _: machine(1, 80.0))
+    task = prepare(path, overrides, supervised=True, hardware=lambda _: machine(1, 80.0))
     (line,) = [each for each in task.text().splitlines() if each.startswith("time")]
     (each,) = re.findall(r"([\d.]+) ms per step, [\d.]+ hours for 3,600 steps", line)
     assert float(each) > 0
@@ -243,18 +255,20 @@ def test_plan_on_gpus_has_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("epochs", [1.5, 2, 2.5])
 def test_finished_run_resumes_for_more_epochs(tmp_path: Path, epochs: float) -> None:
     path, knobs = recipe(tmp_path, text=True), ["sft.conversations_per_step=4", "sft.epochs=1"]
-    first = prepare_pretraining(path, knobs)
-    assert first.config.run.steps == 4, "of 14 windows the last has 2"
-    assert sum(len(first.batches.take()) for _ in range(4)) == 14
+    again = prepare(path, knobs, supervised=True)
+    first = batches_of(again)
+    assert again.config.run.steps == 4, "of 14 windows the last has 2"
+    beginning = first.position()
+    assert sum(len(first.take()) for _ in range(4)) == 14
     (tmp_path / "run").mkdir()
-    state = State(step=4, version=4, config="", cursor=first.batches.position())
+    state = State(step=4, version=4, config="", cursor=first.position())
     save(tmp_path / "run" / "checkpoints", state, lambda folder: {}, keep=1)
-    task = prepare_pretraining(path, [*knobs, f"sft.epochs={epochs}"])
-    assert task.batches.position() == prepare_pretraining(path, knobs).batches.position()
-    task.batches.restore(state.cursor)
-    drawn = [len(task.batches.take()) for _ in range(4, task.config.run.steps)]
+    task = prepare(path, [*knobs, f"sft.epochs={epochs}"], supervised=True)
+    assert task.position() == beginning
+    task.restore(state.cursor)
+    drawn = [len(batches_of(task).take()) for _ in range(4, task.config.run.steps)]
     assert sum(drawn) == 14 * (epochs - 1)
-    assert prepare_pretraining(path, knobs).config.run.steps == 4
+    assert prepare(path, knobs, supervised=True).config.run.steps == 4
 
 
 def test_control_tokens_are_escaped_in_text() -> None:

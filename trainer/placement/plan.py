@@ -7,7 +7,7 @@ from keel.configs.schema import Config, ConfigError, SamplingConfig
 from keel.model.load import ModelFacts
 from keel.trainer.placement import memory
 from keel.trainer.placement.families import check_trainer
-from keel.trainer.placement.hardware import Hardware, Placement, place
+from keel.trainer.placement.hardware import GpuSpec, Hardware, Placement, place
 from keel.trainer.placement.memory import (
     GIB,
     DoesNotFit,
@@ -16,7 +16,13 @@ from keel.trainer.placement.memory import (
     count_micro_batches,
     gib,
 )
-from keel.trainer.placement.step_time import StepTime, step_time
+from keel.trainer.placement.step_time import StepTime, seconds, sft_seconds, step_time
+
+_ATTENTION = {
+    "warm-up": "dense; the indexers alone are trained, by Eq. 3",
+    "dense": "dense; everything but the indexers is trained",
+    "sparse": "sparse; the indexers are trained by Eq. 4 alone, the rest by the model's loss",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,14 +170,39 @@ def describe(
     hardware: Hardware,
     data: Sequence[str],
     *,
-    seats: Sequence[str] = (),
+    passes: float = 0.0,
+    placed: bool = False,
     trains: bool = True,
 ) -> dict[str, Sequence[str]]:
-    """Format the plan for `keel check` as sections. `data` has one line per source, and `seats` has
-    one per node. Sections about training steps are left out if `trains` is False."""
-    gpu, judge, sampling = hardware.gpu, config.rewards.judge, config.rollout.sampling
-    a, r, t = config.algorithm, config.rollout, config.trainer
-    sections: dict[str, Sequence[str]] = {"model": [model_line(config, facts)], "data": data}
+    """Format the plan for `keel check` as sections. `data` has the lines about the data, which
+    supervised training goes through `passes` times. `placed` adds the GPUs of each actor, and
+    sections about training steps are left out if `trains` is False."""
+    gpu, judge, samples = hardware.gpu, config.rewards.judge, bool(config.data.sources)
+    sections: dict[str, Sequence[str]] = {"model": [_model_line(config, facts)], "data": data}
+    if samples:
+        sections |= _sampling_sections(config, facts, trains=trains)
+    else:
+        sections |= _supervised_sections(config, facts, passes)
+    engines = f"{config.rollout.engines} vLLM engine(s), " * samples
+    served = f", {judge.server.replicas} vLLM server(s) of the judge {judge.model}" * judge.serve
+    sections["actors"] = [f"{engines}{_ranks_line(config, gpu=gpu)}{served}"]
+    sections["hardware"] = [str(hardware) if gpu else "on CPU"]
+    sections["placement"] = [*place(config, hardware.idle).lines()] if placed and gpu else []
+    if samples:
+        sections["memory"] = _memory_lines(config, facts, plan, hardware)
+        sections["time"] = plan.time.lines() if plan.time else []
+    else:
+        sections["memory"] = [f"trainer rank: {plan.trainer}"]
+        sections["time"] = _supervised_time(config, facts, hardware.spec) if gpu else []
+    sections["run folder"] = [config.run.dir]
+    return sections
+
+
+def _sampling_sections(
+    config: Config, facts: ModelFacts, *, trains: bool
+) -> dict[str, Sequence[str]]:
+    a, t, sampling = config.algorithm, config.trainer, config.rollout.sampling
+    sections: dict[str, Sequence[str]] = {}
     if trains:
         sequences, steps = a.prompts_per_step * a.group_size, config.run.steps
         sections["batch"] = [
@@ -197,11 +228,44 @@ def describe(
             f"Keep Routing {_replay(bool(facts.moe_layers), a.keep_routing)}; "
             f"Keep Sampling Mask {_replay(sampling.truncated, a.keep_sampling_mask)}{held}"
         ]
-    served = f", {judge.server.replicas} vLLM server(s) of the judge {judge.model}" * judge.serve
-    sections["actors"] = [f"{r.engines} vLLM engine(s), {ranks_line(config, gpu=gpu)}{served}"]
-    sections["hardware"] = [str(hardware) if gpu else "on CPU"]
-    sections["placement"] = seats
-    sections["memory"] = lines = [f"{'a GPU of an engine' if gpu else 'engine'}: {plan.engine}"]
+    return sections
+
+
+def _supervised_sections(
+    config: Config, facts: ModelFacts, passes: float
+) -> dict[str, Sequence[str]]:
+    sft, trainer = config.sft, config.trainer
+    size = f"{sft.conversations_per_step} {_examples(config)}"
+    if sft.tokens_per_step:
+        size = f"{_examples(config)} of at most {sft.tokens_per_step:,} tokens together"
+    seen = f", {passes:.3g} passes over the data" * bool(passes)
+    seen += " (sft.epochs, and not run.steps)" * bool(sft.epochs)
+    return {
+        "batch": [
+            f"{size} a step, in micro-batches of {trainer.micro_batch_tokens:,} tokens; the loss "
+            f"is a mean over {sft.mean}"
+        ],
+        "attention": [_ATTENTION[trainer.attention]] if facts.index_top_k else [],
+        "steps": [f"{config.run.steps}{seen}; lr {trainer.lr:g} ({trainer.schedule})"],
+    }
+
+
+def _supervised_time(config: Config, facts: ModelFacts, spec: GpuSpec) -> list[str]:
+    step = sft_seconds(config, facts, spec)
+    hours = config.run.steps * step / 3600
+    return [
+        f"ESTIMATE, not measured, for {spec.name} and {_examples(config)} of full length: "
+        f"{seconds(step)} per step, {hours:,.1f} hours for {config.run.steps:,} steps"
+    ]
+
+
+def _examples(config: Config) -> str:
+    return "windows" if config.sft.only_text else "conversations"
+
+
+def _memory_lines(config: Config, facts: ModelFacts, plan: Plan, hardware: Hardware) -> list[str]:
+    gpu, r = hardware.gpu, config.rollout
+    lines = [f"{'a GPU of an engine' if gpu else 'engine'}: {plan.engine}"]
     if plan.cached is not None:
         sequences, share = memory.engine_sequences(config), r.gpu_memory_utilization
         held = f"all {sequences} sequences at full length"
@@ -224,12 +288,10 @@ def describe(
     host = memory.host_bytes(config, facts, plan.offload)
     if gpu and host >= GIB:
         lines.append(f"  in host memory, each rank needs at least {gib(host)}")
-    sections["time"] = plan.time.lines() if plan.time else []
-    sections["run folder"] = [config.run.dir]
-    return sections
+    return lines
 
 
-def model_line(config: Config, facts: ModelFacts) -> str:
+def _model_line(config: Config, facts: ModelFacts) -> str:
     experts, adapters, lora = ", dense", "", config.model.lora
     if facts.moe_layers:
         experts = (
@@ -247,7 +309,7 @@ def model_line(config: Config, facts: ModelFacts) -> str:
     )
 
 
-def ranks_line(config: Config, *, gpu: bool) -> str:
+def _ranks_line(config: Config, *, gpu: bool) -> str:
     t = config.trainer
     return (
         f"{t.ranks} trainer rank(s) with ZeRO {memory.stage_in_use(config, gpu=gpu)}"

@@ -17,7 +17,7 @@ from keel.agents.endpoint.requests import ApiError, read_request
 from keel.data.conversations.load import read_conversations
 from keel.rl.records import trajectory_record
 from keel.rl.types import PROGRAM, Prompt, Trajectory
-from keel.trainer.prepare_sft import _chat_renderer
+from keel.trainer.prepare import _chat_renderer
 from tests.agents.endpoint.kit import (
     CHAT,
     TOOLS,

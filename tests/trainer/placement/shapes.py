@@ -53,7 +53,7 @@ def recipe(*, dtype: Any = "bfloat16", **algorithm: Any) -> Config:
 def sft_recipe(*, dtype: Any = "bfloat16", **sft: Any) -> Config:
     source = ConversationsConfig(name="a", source="jsonl", path="a")
     model = ModelConfig(path="some/model", dtype=dtype)
-    return Config(model=model, sft=SftConfig(sources=(source,), **sft)).supervised(100)
+    return Config(model=model, sft=SftConfig(sources=(source,), **sft)).supervised()
 
 
 DENSE = ModelFacts(

@@ -126,7 +126,7 @@ def test_low_held_out_score_ends_the_run() -> None:
     number, (line,) = alarms.check(3, low, [])
     assert number == 1 and line == alarms.ends and "0.850" in line and "160" in line
     knobs = ("run.eval_every=1", "alarms.stop_below={spelling: 0.5}")
-    assert not load_config("sft-quickstart", knobs).supervised(3).alarms.stop_below
+    assert not load_config("sft-quickstart", knobs).supervised().alarms.stop_below
 
 
 def test_journal_prints_and_counts_alarms(tmp_path: Path) -> None:
