@@ -88,7 +88,7 @@ class Sampler(RolloutWorker):
 class Rank(TrainerWorker):
     """Stands for a trainer rank, which only packs."""
 
-    def prepare(self, model_path: str, config: Config) -> None: ...
+    def prepare(self) -> None: ...
 
     def step(self) -> StepReport:
         self._packed = []

@@ -75,24 +75,23 @@ class Learner(RankCalls):
         need; without it, a step that runs out of memory is not repeated."""
         seat = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": RANK_CPUS}
         options = seat | {"runtime_env": {"env_vars": variables(config.model.batch_invariant)}}
-        trainer = config.trainer
         ranks = [
             ray_timeouts.create(
                 TrainerWorker,
                 f"trainer rank {rank}",
                 {**options, **(actor_options(rank) if actor_options else {})},
                 rank,
-                trainer.ranks,
+                model_path,
+                config,
                 gpu=gpu,
             )
-            for rank in range(trainer.ranks)
+            for rank in range(config.trainer.ranks)
         ]
         transfer = config.rollout.weight_transfer
         direct = transfer == "direct" or (transfer == "auto" and gpu)
         super().__init__(ranks, config, direct=direct)
-        self._model_path, self._put_to_sleep = model_path, put_to_sleep
-        self._oom_recovery = oom_recovery
-        self._prepared = self._submit("prepare", [(model_path, config)] * trainer.ranks)
+        self._put_to_sleep, self._oom_recovery = put_to_sleep, oom_recovery
+        self._prepared = self._submit("prepare", [()] * len(ranks))
         self._senders: list[threading.Thread] = []
         self.version = 0
         """Version of the ranks' weights."""
@@ -125,8 +124,7 @@ class Learner(RankCalls):
                     "does not see it. It must be on a file system that all machines share"
                 )
         (rendezvous,) = self._wait([ray_timeouts.call(self._ranks[0].listen)], deadline)
-        arguments = (self._model_path, self._config, rendezvous)
-        return self._call_all("start", *arguments, deadline=deadline)[0]
+        return self._call_all("start", rendezvous, deadline=deadline)[0]
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
         """Take the optimizer steps for a batch. Each rank fetches the recordings of its replica's
@@ -346,7 +344,7 @@ def merge_tokens(parts: Sequence[Mapping[int, TokenNumbers]]) -> dict[int, Token
 class TrainerWorker:
     """Runs one trainer rank in its own process. GPU libraries are imported only in `prepare`."""
 
-    def __init__(self, rank: int, world_size: int, *, gpu: bool) -> None:
+    def __init__(self, rank: int, model_path: str, config: Config, *, gpu: bool) -> None:
         ray_timeouts.exit_with_raylet()
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each rank its own GPU only
         if not gpu:
@@ -357,7 +355,7 @@ class TrainerWorker:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if gpu and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
             os.environ.setdefault("PYTORCH_ALLOC_CONF", _PINNED)
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._model_path, self._config = rank, model_path, config
         self._gpu = gpu
         self._model: PreTrainedModel | None = None
         self._engine: TrainerEngine | None = None
@@ -365,7 +363,7 @@ class TrainerWorker:
         self._sender: Sender | None = None
         self._packed: list[TrainBatch] = []
 
-    def prepare(self, model_path: str, config: Config) -> None:
+    def prepare(self) -> None:
         """Import and check the libraries, and load the model into host memory if this rank has to
         read it (see `read_once`). Uses no GPU memory."""
         with heavy_imports():  # the driver imports this module
@@ -378,11 +376,11 @@ class TrainerWorker:
 
         check_libraries()
         disable_progress_bar()
-        dtype = compute_dtype(config, torch.device("cuda" if self._gpu else "cpu"))
-        if self._rank < config.trainer.reading_ranks:
-            torch.manual_seed(config.run.seed)  # for weights missing from the folder
+        dtype = compute_dtype(self._config, torch.device("cuda" if self._gpu else "cpu"))
+        if self._rank < self._config.trainer.reading_ranks:
+            torch.manual_seed(self._config.run.seed)  # for weights missing from the folder
             with suppress(Exception):  # `start` reads it again and raises
-                self._model = load_policy(model_path, dtype)
+                self._model = load_policy(self._model_path, dtype)
 
     def location(self, mark: str) -> RankLocation:
         """Describe this process and the `mark` file in the run folder, as this node sees it."""
@@ -403,25 +401,26 @@ class TrainerWorker:
         self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             host,
             port,
-            self._world_size,
+            self._config.trainer.ranks,
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )
         return host, port
 
-    def start(self, model_path: str, config: Config, rendezvous: tuple[str, int]) -> list[str]:
+    def start(self, rendezvous: tuple[str, int]) -> list[str]:
         import torch  # noqa: PLC0415  (as above)
         import torch.distributed as dist  # noqa: PLC0415
 
         # Ray shares arrays of batches read-only between processes; nothing here writes them.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        trainer = self._config.trainer
         if not torch.cuda.is_available():
-            torch.set_num_threads(config.trainer.threads)
-        elif config.trainer.offload_optimizer:
+            torch.set_num_threads(trainer.threads)
+        elif trainer.offload_optimizer:
             # Ray's default is one thread. Divide the machine's cores among its ranks.
             gpus = len(list(_DRIVER.iterdir())) if _DRIVER.is_dir() else 0
-            ranks = min(self._world_size, gpus or self._world_size)
+            ranks = min(trainer.ranks, gpus or trainer.ranks)
             torch.set_num_threads(max(1, available_cores() // ranks))
 
         from keel.trainer.engine.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
@@ -429,18 +428,13 @@ class TrainerWorker:
 
         if self._store is None:
             self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-                *rendezvous, self._world_size, wait_for_workers=False
+                *rendezvous, trainer.ranks, wait_for_workers=False
             )
         model, self._model = self._model, None
         self._engine = TrainerEngine(
-            model_path,
-            config,
-            rank=self._rank,
-            world_size=self._world_size,
-            store=self._store,
-            loaded=model,
+            self._model_path, self._config, rank=self._rank, store=self._store, loaded=model
         )
-        timeout_s = config.rollout.update_timeout_s
+        timeout_s = self._config.rollout.update_timeout_s
         self._sender = Sender(rendezvous, self._engine.device, timeout_s=timeout_s)
         return self._engine.notes
 

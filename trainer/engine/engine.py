@@ -3,7 +3,7 @@
 The loss of a micro-batch is its contribution to Eq. 8 (`keel.rl.losses`) or to the mean negative
 log-likelihood (`keel.rl.sft`), so the total loss is the sum over all micro-batches and ranks.
 DeepSpeed sums gradients over micro-batches but averages them over ranks, so each contribution is
-multiplied by `world_size`. (DeepSpeed is configured to accumulate over one micro-batch, so it
+multiplied by `trainer.ranks`. (DeepSpeed is configured to accumulate over one micro-batch, so it
 divides the sum by one.)
 
 All ranks in a sequence-parallel group compute the loss of the same micro-batch, but each rank's
@@ -86,7 +86,6 @@ class TrainerEngine:
         config: Config,
         *,
         rank: int = 0,
-        world_size: int = 1,
         store: Store | None = None,
         loaded: PreTrainedModel | None = None,
     ) -> None:
@@ -94,12 +93,12 @@ class TrainerEngine:
         already in host memory."""
         trainer = config.trainer
         self._model_path, self._config = model_path, config
-        self._rank, self._world_size = rank, world_size
+        self._rank = rank
         self.notes: list[str] = []  # warnings about optimizations that are not available
         check_libraries()
         # While a rank sends weights and waits for an engine, the others wait for it.
         timeout_s = trainer.timeout_s + config.sending_timeout_s
-        self.device = zero.join_ranks(rank, world_size, store, timeout_s=timeout_s)
+        self.device = zero.join_ranks(rank, trainer.ranks, store, timeout_s=timeout_s)
         dtype = zero.compute_dtype(config, self.device)
         torch.manual_seed(config.run.seed)
         self._stage = trainer.used_zero_stage(float32=dtype == torch.float32)
@@ -286,7 +285,7 @@ class TrainerEngine:
             # A NaN factor makes every gradient NaN if the loss is not finite. All ranks then see a
             # NaN gradient norm and skip the step.
             factor = tracer.factor if tracer else loss.detach() * 0 + 1
-            self._engine.backward(loss * (factor * self._world_size))
+            self._engine.backward(loss * (factor * config.trainer.ranks))
         return _MicroBatchResults(
             policy=replace(policy, loss=policy.loss.detach()),
             entropy_sum=output.entropy.sum(),
@@ -443,7 +442,7 @@ class TrainerEngine:
         the gradient sums aren't in ZeRO's buffers."""
         self._offload.mark_crowded()
         outside_zero = self._stage == 0 or self._float32_sums
-        alone = self._world_size == 1 and outside_zero and not self._updated
+        alone = self._config.trainer.ranks == 1 and outside_zero and not self._updated
         if alone:
             self._network.zero_grad(set_to_none=True)
             for total in EngineTensors(self._engine).gradient_sums():

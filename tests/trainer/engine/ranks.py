@@ -109,7 +109,6 @@ class Ranks:
             str(self.folder / model),
             config,
             rank=self.rank,
-            world_size=self.world_size,
             store=self._store,
             **read,
         )

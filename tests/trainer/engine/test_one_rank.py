@@ -355,7 +355,7 @@ class Local(Learner):
         self, model: Path, config: Config, oom_recovery: OomRecovery | None = None
     ) -> None:
         self._config, self._put_to_sleep, self._oom_recovery = config, done, oom_recovery
-        self.worker = TrainerWorker(0, 1, gpu=False)
+        self.worker = TrainerWorker(0, str(model), config, gpu=False)
         self.worker._engine = TrainerEngine(str(model), config)
         self._ranks = [self.worker]
 
@@ -377,7 +377,7 @@ class Local(Learner):
 
 def test_packed_step_needs_packed_batches() -> None:
     with pytest.raises(ValueError, match="call `pack` first"):
-        TrainerWorker(0, 1, gpu=False).step()
+        TrainerWorker(0, "model", make_config(1, 0), gpu=False).step()
 
 
 def short(config: Config) -> Config:
