@@ -343,9 +343,8 @@ def _endpoint_policy(config: Config) -> _SampledPolicy:
 def _max_prompts_in_flight(config: Config, samples: int) -> int:
     """Return how many prompts to sample concurrently: enough to fill the engines or the endpoint
     twice, and at least 2."""
-    capacity = config.rollout.engines * config.rollout.max_num_seqs
-    if config.endpoint.base_url:
-        capacity = config.endpoint.max_concurrent
+    remote = bool(config.endpoint.base_url)
+    capacity = config.endpoint.max_concurrent if remote else config.rollout.capacity
     if config.with_agents:
         capacity = max(capacity, config.max_episodes())
     return max(2, -(-2 * capacity // samples))

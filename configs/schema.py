@@ -331,12 +331,8 @@ class Config(Section):
         environments = [source.environment for source in self.data.sources]
         if any(environment.program or environment.url for environment in environments):
             nodes = 1  # these run on the driver's node
-        limit = min(nodes * EPISODES_PER_NODE, self._engine_slots)
+        limit = min(nodes * EPISODES_PER_NODE, self.rollout.capacity)
         return self.agents.max_concurrent_episodes or max(EPISODES_PER_NODE, limit)
-
-    @property
-    def _engine_slots(self) -> int:
-        return self.rollout.engines * self.rollout.max_num_seqs
 
     @property
     def group_timeout_s(self) -> float:
@@ -358,7 +354,7 @@ class Config(Section):
             for source in self.data.sources
             if source.environment.enabled
         ]
-        waves = math.ceil(self.max_episodes() / self._engine_slots)
+        waves = math.ceil(self.max_episodes() / self.rollout.capacity)
         return max(times) + waves * self.rollout.timeout_s if times else 0.0
 
     @property

@@ -347,7 +347,7 @@ class _SamplingProgress:
         """`count_steps` returns the number of decoding steps so far. It is ignored if the run has
         environments, because the number of turns in an episode can't be predicted."""
         rollout, completions = config.rollout, prompts * samples
-        waves = -(-completions // (rollout.max_num_seqs * rollout.engines))
+        waves = -(-completions // rollout.capacity)
         self._most = min(rollout.engines, completions) * waves * rollout.sampling.max_tokens
         self._prompts, self._count = prompts, None if config.with_agents else count_steps
         self._before = self._count() if self._count else 0

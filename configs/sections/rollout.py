@@ -121,6 +121,11 @@ class RolloutConfig(Section, path="rollout"):
     """Timeout in seconds for one engine to load new weights, and to drain before that."""
 
     @property
+    def capacity(self) -> int:
+        """Maximum number of sequences that all engines sample at the same time."""
+        return self.engines * self.max_num_seqs
+
+    @property
     def silent_s(self) -> float:
         """Seconds an engine may go without finishing a group before it is considered dead. Work
         between steps doesn't count.
