@@ -35,8 +35,9 @@ from keel.configs.work_folder import WorkFolder
 from keel.data.eval_store import read_evaluation, to_trajectory_record
 from keel.data.results import align_columns
 from keel.rl.summary import FAIL
+from keel.rl.supervisor import PREEMPTION
 from keel.trainer.run.journal import cost_rows, costs_of
-from keel.trainer.run.signals import INTERRUPTED, PREEMPTED, PREEMPTION
+from keel.trainer.run.signals import INTERRUPTED, PREEMPTED
 
 _FINISHED_STAGES = "links.jsonl"
 """File that records the finished stages."""

@@ -23,7 +23,6 @@ from keel.rewards.text import every_turn, final_text, marked_answer, thinking_te
 from keel.rl.futures import then
 from keel.rl.types import Prompt, ScoredGroup, Trajectory
 from keel.rollout.endpoint import LATER, EndpointCompletions
-from keel.trainer.batch_stream import GRACE_S
 from keel.trainer.launch import (
     RemoteRuntime,
     Runtime,
@@ -353,12 +352,12 @@ def _max_prompts_in_flight(config: Config, samples: int) -> int:
 def _group_timeout(config: Config) -> float:
     endpoint = config.endpoint
     if not endpoint.base_url:
-        return config.group_timeout_s + GRACE_S
+        return config.group_timeout_s
     waves = math.ceil(config.algorithm.group_size / endpoint.max_concurrent)
     sampling = waves * endpoint.timeout_s * (1 + endpoint.retries)
     if config.with_agents:  # an episode's turns share rollout.timeout_s
         sampling += config.group_timeout_s
-    return sampling + config.scoring_timeout_s + GRACE_S
+    return sampling + config.scoring_timeout_s
 
 
 def _sample_prompts(

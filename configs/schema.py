@@ -321,10 +321,11 @@ class Config(Section):
 
     @property
     def scoring_timeout_s(self) -> float:
+        """Maximum time in seconds to score a group, including a minute for a busy driver."""
         judge = self.rewards.judge
         judging = (1 + judge.retries) * judge.timeout_s if judge.model else 0.0
         each = max(self.rewards.timeout_s, self.rewards.code.completion_s)
-        return self.algorithm.group_size * each + judging
+        return self.algorithm.group_size * each + judging + 60.0
 
     def max_episodes(self, nodes: int = 1) -> int:
         """Maximum number of open episodes for each purpose if `nodes` nodes run environments."""

@@ -31,16 +31,18 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from keel.rl.futures import on_thread
+from keel.rl.futures import POLL_S, on_thread
+from keel.rl.supervisor import GRACE_S
 
 NAME = "KEEL_PROCESS"
 """Environment variable that identifies an actor's process (see `process_name`)."""
 CALL_S = 60.0
 """Maximum number of seconds to wait for an answer from Ray's own processes."""
-POLL_S = 0.2
 _PUT_S = 120.0
 """Maximum number of seconds to store an object. A bucket of weights takes about a second."""
-_GRACE_S = 10.0
+_MARGIN_S = 10.0  # added to Ray's own limits; short, because only this machine's raylet must answer
+NODE_LOST_S = 90.0
+"""Seconds after which Ray has declared an unresponsive node lost. It takes 65 s."""
 _NODE_GONE = re.compile(
     r"ip: (?P<address>\S+).*its node has died.*actor's node was terminated \w+: (?P<why>[^.\n]*)",
     re.DOTALL,
@@ -198,7 +200,7 @@ def get(ref: Any, *, seconds: float) -> Any:
     ready, _ = wait([ref], seconds=seconds)
     if not ready:
         raise GetTimeoutError(f"no answer within {seconds:g} s")
-    return bounded(lambda: ray.get(ref, timeout=_PUT_S), _PUT_S + _GRACE_S, "fetch a result")
+    return bounded(lambda: ray.get(ref, timeout=_PUT_S), _PUT_S + _MARGIN_S, "fetch a result")
 
 
 def wait(refs: Sequence[Any], *, seconds: float | Deadline) -> tuple[list[Any], list[Any]]:
@@ -213,7 +215,7 @@ def wait(refs: Sequence[Any], *, seconds: float | Deadline) -> tuple[list[Any], 
     while True:
         poll = partial(wait_for, min(remaining, 1.0))
         # A raylet that was stopped answers after it resumes, if it does.
-        ready, pending = bounded(poll, remaining + _GRACE_S, "report which calls are done")
+        ready, pending = bounded(poll, remaining + _MARGIN_S, "report which calls are done")
         remaining = deadline.remaining()
         if ready or not remaining:
             return ready, pending
@@ -237,7 +239,7 @@ def fetch(refs: Sequence[Any], *, seconds: float) -> dict[Any, Any]:
     def wait_for_all() -> list[Any]:
         return ray.wait(list(refs), num_returns=len(refs), timeout=seconds)[0] if refs else []
 
-    for ref in bounded(wait_for_all, seconds + _GRACE_S, "fetch recordings"):
+    for ref in bounded(wait_for_all, seconds + _MARGIN_S, "fetch results"):
         with suppress(ObjectLostError):
             found[ref] = ray.get(ref, timeout=_PUT_S)
     return found
@@ -263,6 +265,14 @@ def clean_up(act: Callable[[], Any], seconds: float, what: str, *, leaving: bool
 def kill(actor: Any) -> None:
     """Call `ray.kill` with a deadline, suppressing errors."""
     clean_up(lambda: ray.kill(actor), CALL_S, "end an actor")
+
+
+def stop(actors: Sequence[Any], seconds: float = GRACE_S) -> None:
+    """Call `end` on actors and wait up to `seconds` for all of them, then kill them."""
+    with suppress(RayError, RayLost, Unanswered):
+        fetch([call(actor.end) for actor in actors], seconds=seconds)
+    for actor in actors:
+        kill(actor)
 
 
 def create(

@@ -19,12 +19,13 @@ import keel
 from keel.configs.sections.rewards import CodeConfig
 from keel.rewards.failures import dump_location
 from keel.rewards.rules.verifiers import verifier_for
-from keel.rewards.worker import PREEMPTION, reply_to
+from keel.rewards.worker import reply_to
 from keel.rl.strict_json import allow_long_integers
 from keel.rl.supervisor import (
     EXIT_S,
     KILL_S,
     MARGIN_S,
+    PREEMPTION,
     STOPPED_POLLS,
     is_stopped,
     kill_tree,
@@ -237,7 +238,9 @@ class _Worker:
             try:
                 data = self._socket.recv(1 << 16)
             except TimeoutError as error:
-                stopped_polls = stopped_polls + 1 if self._is_stopped() else 0
+                # Not its descendants: a program of the policy may stop itself.
+                stopped = self._process is not None and is_stopped(self._process.pid)
+                stopped_polls = stopped_polls + 1 if stopped else 0
                 if stopped_polls >= STOPPED_POLLS:
                     message = f"was stopped (SIGSTOP) in {stopped_polls} consecutive checks"
                     raise _WorkerLost(message, blameless=True) from error
@@ -251,10 +254,6 @@ class _Worker:
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
-
-    def _is_stopped(self) -> bool:
-        # Not its descendants: a program of the policy may stop itself.
-        return self._process is not None and is_stopped(self._process.pid)
 
     def _exit_message(self) -> str:
         if self._process is None:

@@ -37,10 +37,8 @@ from keel.rewards.custom import BadReward
 from keel.rewards.failures import error_location
 from keel.rewards.rules.verifiers import Verifier, verifier_for
 from keel.rl.strict_json import allow_long_integers
+from keel.rl.supervisor import PREEMPTION
 
-PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that a scheduler sends to all processes of a job. Workers ignore them: if such a signal
-killed a worker, the completion would be blamed for the crash. Only the parent reacts."""
 _MAX_ERROR_CHARACTERS = 500
 _MEMORY_BYTES = 8 << 30
 """Size of the address space that verifiers may use in addition to the memory already allocated."""
@@ -110,7 +108,8 @@ def _ignore(number: int, frame: object) -> None:
 
 
 def main() -> None:
-    # A handler rather than SIG_IGN, which programs under test would inherit.
+    # Only the parent reacts. If these signals, which all processes of a job receive, killed a
+    # worker, the completion would be blamed. A handler, because programs would inherit SIG_IGN.
     for number in (signal.SIGINT, *PREEMPTION):
         signal.signal(number, _ignore)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION)

@@ -19,15 +19,16 @@ EXIT_S = 30.0
 KILL_S = 60.0
 """Seconds for a killed process to exit. Only a process that hangs in the kernel takes this long."""
 JOIN_S = 10.0
-"""Seconds for a daemon thread to end. A thread that hangs is abandoned."""
+"""Seconds for a daemon thread or a cancelled task to end. One that hangs is abandoned."""
 MARGIN_S = 30.0
 """Seconds added to a time limit that another process enforces itself, so that it reports first."""
 STOPPED_POLLS = 5
 """Number of consecutive polls, a second apart, that must find a process stopped (SIGSTOP) before
 it is killed."""
-MAX_RESTARTS = 3
-"""Maximum number of restarts of an engine or a judge server within `RESTART_PERIOD_S` seconds."""
-RESTART_PERIOD_S = 3 * 3600.0
+PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that a scheduler sends to all processes of a job before it ends the job."""
+MAX_RESTARTS, RESTART_PERIOD_S = 3, 3 * 3600.0
+"""Maximum number of restarts of an engine or a judge server, within a period in seconds."""
 
 
 class RestartLimit:

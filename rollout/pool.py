@@ -24,8 +24,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
-from keel.model.ray_timeouts import POLL_S, PollClock
-from keel.rl.futures import done, failed, settle, then
+from keel.model.ray_timeouts import PollClock
+from keel.rl.futures import POLL_S, done, failed, settle, then
 from keel.rl.supervisor import JOIN_S, MAX_RESTARTS, RESTART_PERIOD_S, RestartLimit
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt, Purpose

@@ -22,10 +22,6 @@ from keel.rl.metrics import Metric, Sum
 from keel.rl.summary import FAIL, passed
 from keel.rl.types import Group, Prompt, ScoredGroup
 
-GRACE_S = 60.0
-"""Extra seconds that `BatchStream.take` waits after `Config.group_timeout_s` before it raises
-TimeoutError."""
-
 
 class EmptyBatch(RuntimeError):
     """Raised if a batch contains no completions that can be trained on."""
@@ -70,7 +66,7 @@ class BatchStream:
         self._next_prompts, self._position = next_prompts, position
         self._sample, self._score = sample, score
         self._buffer = GroupBuffer(config.algorithm, steps=config.run.steps, start=start)
-        self._timeout_s = config.group_timeout_s + GRACE_S
+        self._timeout_s = config.group_timeout_s
         self._changed = threading.Condition(threading.RLock())
         self._in_flight: dict[int, Future[ScoredGroup]] = {}
         self._sampling: set[int] = set()

@@ -25,6 +25,7 @@ from keel.rl.futures import done, never_abort
 from keel.rl.metrics import Metric, Sum, merge
 from keel.rl.packing import PackPlan, TrainBatch, plan_packing, split_optimizer_steps
 from keel.rl.sft import SftExample
+from keel.rl.supervisor import JOIN_S
 from keel.rl.types import ScoredGroup, Segment, StepResult, TokenNumbers
 from keel.trainer.nonfinite import Finding, describe_findings
 from keel.trainer.placement.hardware import RANK_CPUS
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from keel.trainer.placement.elastic import OomRecovery
     from keel.weights.sender import Sender
 
-_JOIN_S = 5.0
 _FETCH_S = 240.0  # seconds after which recordings that have not arrived count as lost
 _GONE = "their recordings were lost with the node that sampled them"
 _PINNED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
@@ -288,7 +288,7 @@ class Learner(RankCalls):
         for rank in self._ranks:
             ray_timeouts.kill(rank)
         for sender in self._senders:  # these threads wait on Ray, which ends next
-            sender.join(_JOIN_S)
+            sender.join(JOIN_S)
 
 
 def plan_batches(

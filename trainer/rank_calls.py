@@ -17,14 +17,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from keel.configs.schema import Config
 from keel.model import ray_timeouts
+from keel.model.ray_timeouts import NODE_LOST_S
 from keel.trainer.run.checkpoint import SaveError
 from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
 
 STEP = "an optimizer step"
-_GRACE_S = 5.0  # seconds to wait for reports from the other ranks after one rank has failed
-_LOST_S = 90.0
-"""Seconds to wait for the other ranks' reports if a lost rank could have caused the failure. Ray
-takes 65 s to declare an unresponsive node dead."""
+_REPORT_S = 5.0  # for the other ranks' reports if one has failed, unless a lost rank is the cause
 _OWN_FAILURES = ("SaveError", "UpdateOutOfMemory", "OutOfMemoryError")
 """Errors of a rank that cannot be a consequence of another rank's death."""
 _SLOWDOWN, _MIN_S = 10.0, 300.0
@@ -150,7 +148,7 @@ class RankCalls:
                         cause = ray_timeouts.cause(error)
                         own = _error_name(cause) in _OWN_FAILURES
                         lost = isinstance(cause, RuntimeError | OSError) and not own
-                        remaining = ray_timeouts.Deadline(_LOST_S if lost else _GRACE_S)
+                        remaining = ray_timeouts.Deadline(NODE_LOST_S if lost else _REPORT_S)
                     failures[rank] = error
                 del waiting[ref]
             if len(waiting) == before and not remaining.remaining():

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -49,7 +48,7 @@ from keel.rollout.spec import EngineError
 from keel.trainer.placement.ray_internals import own_processes
 
 _ACTOR = "reward node"
-_LOOK_S = 2.0
+_POLL_S = 2.0
 """Seconds between two checks of all nodes."""
 _SILENT_S = 30.0
 """Seconds without an answer after which a node is no longer used. Ray itself waits for 65 s."""
@@ -57,7 +56,6 @@ _AGAIN_S = 60.0
 """Seconds to wait after losing a node before restarting its actor."""
 _MAX_LOSSES = 3
 """Number of lost nodes after which completions are verified on the driver's node."""
-_CLOSE_S = 5.0
 _Load = Literal["jobs", "episodes"]
 
 
@@ -268,13 +266,11 @@ class WorkNodes(WorkerPool):
         self._stopping.set()
         super().close()
         if self._thread is not None:
-            self._thread.join(ray_timeouts.CALL_S)
+            self._thread.join(ray_timeouts.CALL_S)  # or a node that it adds would stay
         with self._lock:
             nodes = list(self._nodes.values())
             self._nodes.clear()
-        futures.wait([node.call("end") for node in nodes], _CLOSE_S)
-        for node in nodes:
-            ray_timeouts.kill(node.actor)
+        ray_timeouts.stop([node.actor for node in nodes])
 
     def lose(self, node: _Node, reason: str, pause_s: float = _AGAIN_S) -> None:
         """Stop using a node for `pause_s` seconds. Its unfinished work is rerun on other nodes."""
@@ -353,7 +349,7 @@ class WorkNodes(WorkerPool):
     # The methods below run on the thread.
 
     def _watch(self) -> None:
-        clock, complained = ray_timeouts.PollClock(_LOOK_S), False
+        clock, complained = ray_timeouts.PollClock(_POLL_S), False
         while True:
             try:
                 self._poll_nodes(clock.elapsed())
@@ -363,7 +359,7 @@ class WorkNodes(WorkerPool):
                 if not complained:
                     self.say(f"looking for nodes failed ({error}). It will be retried")
                 complained = True
-            if self._stopping.wait(_LOOK_S):
+            if self._stopping.wait(_POLL_S):
                 return
 
     def _poll_nodes(self, elapsed_s: float) -> None:

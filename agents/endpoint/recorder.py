@@ -29,6 +29,7 @@ from keel.agents.endpoint.requests import (
 from keel.agents.episode import CHARACTERS_PER_TOKEN, Budget, add_turn
 from keel.agents.types import ArgumentValidator
 from keel.rl import strict_json
+from keel.rl.supervisor import JOIN_S
 from keel.rl.turns import (
     USER_ROLES,
     Chat,
@@ -43,7 +44,6 @@ from keel.rl.types import PROGRAM, Dialogue, FinishReason, Segment, Usage
 
 _TURN_S = 600.0
 """Time limit for a turn in seconds. It equals the default timeout of OpenAI's clients."""
-_CANCEL_S = 10.0
 _MAX_TOOLS_KIB = 256
 """Maximum size of a request's tools. Validating schemas of this size takes seconds."""
 
@@ -144,7 +144,7 @@ class TrajectoryRecorder:
         for task in (pending := list(self._sampling)):
             task.cancel()
         if pending:
-            await asyncio.wait(pending, timeout=_CANCEL_S)
+            await asyncio.wait(pending, timeout=JOIN_S)
 
     @property
     def segments(self) -> tuple[Segment, ...]:

@@ -32,11 +32,11 @@ from keel.agents.endpoint.requests import (
 from keel.agents.env_runtime.processes import make_socket_folder
 from keel.agents.episode import Budget
 from keel.agents.types import Environment, EnvironmentLost, ToolResult
+from keel.rl.supervisor import GRACE_S
 from keel.rl.turns import ToolCall, ToolSpec
 
 _MAX_REQUEST_BYTES = 16 << 20
 """Maximum size of a request in bytes. 131,072 tokens take at most 12 MiB."""
-_SHUTDOWN_S = 5.0
 _SOCKET = "keel.sock"
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -100,7 +100,7 @@ class Endpoint:
             handler_cancellation=True,
             auto_decompress=False,
             access_log=None,
-            shutdown_timeout=_SHUTDOWN_S,
+            shutdown_timeout=GRACE_S,
         )
         self._folder = make_socket_folder("keel-endpoint-", _SOCKET)
         try:

@@ -23,7 +23,6 @@ from pydantic import BaseModel, Field, ValidationError
 
 from keel.agents.env_process.launch import (
     MAX_MESSAGE_BYTES,
-    REAP_S,
     ChildProcess,
     EnvironmentProgram,
     EnvSandbox,
@@ -32,6 +31,7 @@ from keel.agents.env_process.launch import (
     with_deadline,
 )
 from keel.agents.types import ArgumentValidator, EnvironmentLost, Opening, ToolResult
+from keel.rl.supervisor import KILL_S
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rl.types import Prompt, Verdict
 
@@ -381,7 +381,7 @@ class ForkServerClient:
 
     async def _reap(self, server: ChildProcess, pid: int) -> int | None:
         try:
-            reply, _ = await self._ask(server, {"do": "reap", "pid": pid}, timeout_s=REAP_S)
+            reply, _ = await self._ask(server, {"do": "reap", "pid": pid}, timeout_s=KILL_S)
             return reply["is"]["status"]
         except (_CannotFork, EnvironmentLost, LookupError):
             return None  # the server has ended

@@ -26,10 +26,9 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 import keel
 from keel.agents.env_runtime.processes import descendants
 from keel.agents.types import EnvironmentLost
+from keel.rl.supervisor import EXIT_S, GRACE_S, KILL_S
 
 MAX_MESSAGE_BYTES = 8 << 20
-_EXIT_S = 30.0
-REAP_S = 60.0
 _OUTPUT_BYTES = 4096
 _READ_S = 1.0
 _INHERITED_ENV = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "USER")
@@ -134,7 +133,7 @@ class ChildProcess:
     async def lost(self, during: str, message: str = "") -> EnvironmentLost:
         """End the process and return the error to raise. Without a `message`, the process has
         closed its channel, and how it exits is the reason."""
-        ending = await self.end(0.0 if message else _EXIT_S)
+        ending = await self.end(0.0 if message else EXIT_S)
         if self._orphaned:
             during, message = "parent", "the process that it was forked from has ended"
         return EnvironmentLost(during, self._limit_hit or message or ending, self.output)
@@ -187,7 +186,7 @@ class ChildProcess:
             _kill(signal.pidfd_send_signal, self._pidfd)
 
     async def _reap(self) -> int | None:
-        deadline = time.monotonic() + REAP_S
+        deadline = time.monotonic() + KILL_S
         while not (gone := await self._gone(0.05)) and time.monotonic() < deadline:
             self._kill()  # a sandbox that was still starting
         if self._exits_last:
@@ -282,7 +281,7 @@ class ProcessSettings:
     next three limits are for an environment's methods, and tool calls have their own."""
     reply_s: float = 30.0
     verdict_s: float = 60.0
-    close_s: float = 5.0
+    close_s: float = GRACE_S
 
     def __post_init__(self) -> None:
         if self.folder is not None and not self.folder.is_dir():

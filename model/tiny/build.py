@@ -39,12 +39,12 @@ from keel.model.tiny.cold_start import (
     train,
 )
 from keel.model.tiny.tokenizer import build_tokenizer, vocab_rows
+from keel.rl.supervisor import EXIT_S, KILL_S
 
 _CODE_VERSION = 3
 """Increase this whenever the tokenizer, the model, the solutions or the training changes."""
 _START_S = 180.0
 """Seconds for imports, questions, CUDA and disk access, in addition to the training time limit."""
-_STOP_S = 30.0
 
 
 def model_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
@@ -216,20 +216,20 @@ def _train_in_process(
             if isinstance(message, Exception):
                 raise message
             if message is None:
-                process.join(_STOP_S)  # its exit frees the GPU
+                process.join(EXIT_S)  # its exit frees the GPU
                 return
             if progress is not None:
                 progress(*message)
         raise TimeoutError(f"model.tiny.cold_start: not finished on {device} after {limit:.0f} s")
     except EOFError:
-        process.join(_STOP_S)
+        process.join(EXIT_S)
         raise RuntimeError(
             f"model.tiny.cold_start: the process on {device} died with exit code "
             f"{process.exitcode}. See its output above"
         ) from None
     finally:
         process.kill()
-        process.join(_STOP_S)
+        process.join(KILL_S)
 
 
 def _child(parent: Connection, make: Callable[..., None], device: str) -> None:

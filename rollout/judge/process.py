@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from keel.rl.supervisor import EXIT_S, MARGIN_S
+from keel.rl.supervisor import EXIT_S
 from keel.rollout.judge import reaper
 
 _MODULE = "vllm.entrypoints.launchers.api_server.entry"
@@ -34,9 +34,7 @@ _CPU_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 _HEALTH_TIMEOUT_S = 5.0
-_HANG_TIMEOUT_S = 60.0  # of a server that has started and may be busy
-LOST_TIMEOUT_S = _HANG_TIMEOUT_S + MARGIN_S
-"""Upper bound in seconds for `VllmServer.lost`."""
+HANG_TIMEOUT_S = 60.0  # of a server that has started and may be busy
 _POLL_S = 0.2
 _LOG_LINES = 30
 _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -138,12 +136,12 @@ class VllmServer:
 
     def lost(self) -> str:
         """Why the server must be restarted (it exited or hangs), or "" if it responds."""
-        end = time.monotonic() + _HANG_TIMEOUT_S
+        end = time.monotonic() + HANG_TIMEOUT_S
         while not (reason := self.ended()) and (remaining_s := end - time.monotonic()) > 0:
             if self._is_healthy(remaining_s):
                 return ""
             time.sleep(_POLL_S)
-        hangs = f"its health check failed for {_HANG_TIMEOUT_S:g} s"
+        hangs = f"its health check failed for {HANG_TIMEOUT_S:g} s"
         return reason or f"{hangs}\n{self._log_excerpt()}"
 
     def _is_healthy(self, timeout_s: float = _HEALTH_TIMEOUT_S) -> bool:

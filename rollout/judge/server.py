@@ -17,7 +17,7 @@ from ray.util import get_node_ip_address
 from keel.configs.schema import JudgeConfig
 from keel.model import ray_timeouts
 from keel.rl.supervisor import EXIT_S, MARGIN_S, RestartLimit
-from keel.rollout.judge.process import LOST_TIMEOUT_S, VllmServer
+from keel.rollout.judge.process import HANG_TIMEOUT_S, VllmServer
 
 _PLACED_S = 1.0
 """Seconds to wait for an actor to answer. If it does not, Ray has presumably not scheduled it yet,
@@ -111,12 +111,13 @@ class JudgeServer:
         if self._stopped:
             return
         self._stopped = True
+        seconds = 0.0
         # On failure the server has ended or ends with its actor.
         with contextlib.suppress(RayError, TimeoutError, ray_timeouts.RayLost):
             ready = ray_timeouts.call(self._actor.__ray_ready__)
             if ray_timeouts.wait([ready], seconds=_PLACED_S)[0]:
-                ray_timeouts.get(ray_timeouts.call(self._actor.end), seconds=EXIT_S)
-        ray_timeouts.kill(self._actor)
+                seconds = EXIT_S
+        ray_timeouts.stop([self._actor], seconds)
 
     def _launch(self) -> None:
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_concurrency": 4}
@@ -144,7 +145,7 @@ class JudgeServer:
     def _lost(self) -> str:
         try:
             lost = ray_timeouts.call(self._actor.lost)
-            return str(ray_timeouts.get(lost, seconds=LOST_TIMEOUT_S))
+            return str(ray_timeouts.get(lost, seconds=HANG_TIMEOUT_S + MARGIN_S))
         except RayActorError as error:
             return f"its actor died: {error}"
         except GetTimeoutError:

@@ -11,7 +11,7 @@ import pytest
 from keel.rewards import pool as pool_module
 from keel.rewards.custom import TextTrajectory, prompt_fields
 from keel.rewards.pool import VerifierScore, WorkerPool
-from keel.rewards.worker import PREEMPTION
+from keel.rl.supervisor import PREEMPTION
 from keel.rl.types import Prompt
 from tests.rewards import functions
 from tests.waiting import PATIENCE_S, wait_for, within_some

@@ -103,7 +103,8 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def unreal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkNodes]:
     """Nine nodes without actors. Tests replace `_Node.call`."""
-    monkeypatch.setattr("keel.model.ray_timeouts.kill", lambda _: None)
+    for name in ("kill", "stop"):
+        monkeypatch.setattr(f"keel.model.ray_timeouts.{name}", lambda _: None)
     nodes = WorkNodes(config(folder), say=lambda _: None, log=None, runs_code=False)
     others = [_Node(id=str(number), host="host", workers=99, ready=True) for number in range(9)]
     nodes._nodes, nodes._thread = {node.id: node for node in others}, threading.Thread()

@@ -19,7 +19,7 @@ from pathlib import Path
 from keel.configs.diff import diff_configs, flatten_config
 from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
-from keel.model.ray_timeouts import alive_nodes
+from keel.model.ray_timeouts import NODE_LOST_S, alive_nodes
 from keel.trainer.placement import hardware as hardware_rules
 from keel.trainer.placement.hardware import Hardware, Node, limit_nodes, place
 from keel.trainer.placement.layouts import Values, choose, update_choice, with_values, yaml_value
@@ -31,8 +31,6 @@ from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import RESUME_HINT, OutOfMemory
 
 _POLL_S = 2.0
-_SILENT_NODES_S = 90.0
-"""Maximum wait for nodes that do not respond. By then, Ray has declared dead nodes lost."""
 _THREADS = 32
 _MAX_LAYOUTS = 64
 """Maximum number of smaller configs to try, largest first. Each can take seconds."""
@@ -114,7 +112,7 @@ class ElasticLayouts:
         """Wait until every unresponsive node either responds again or is declared lost by Ray.
         Until then, Ray would still start actors on it."""
         began, warned = time.monotonic(), False
-        while (silent := _silent_nodes()) and time.monotonic() - began < _SILENT_NODES_S:
+        while (silent := _silent_nodes()) and time.monotonic() - began < NODE_LOST_S:
             if not warned:
                 warned = True
                 self._record_warning(

@@ -51,7 +51,7 @@ from keel.trainer.placement.watchdog import RAY_PROCESSES, available_cores, has_
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.signals import signals_blocked, signals_deferred
 
-_CONNECT_S, _JOIN_S, _STOP_S = 10.0, 180.0, 20.0
+_CONNECT_S, _ENTER_S, _LEAVE_S = 10.0, 180.0, 20.0
 """Timeouts for connecting to a cluster's address, joining the cluster and leaving it. Ray itself
 would wait forever."""
 _START_TIMEOUT = "timed out during startup"  # of Ray's processes, after 30 s; worth a second try
@@ -135,7 +135,7 @@ def _join(address: str) -> None:
         if port.isdecimal() and "/" not in host:  # Ray itself tries for minutes
             socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
         with signals_blocked():
-            bounded(join, _JOIN_S, "take this process into the cluster")
+            bounded(join, _ENTER_S, "take this process into the cluster")
     except (OSError, ValueError, RayError) as error:
         if isinstance(error, ray_timeouts.Unanswered):
             ray_timeouts.mark_lost(str(error))
@@ -154,7 +154,7 @@ def stop_ray() -> None:
             if kind in RAY_PROCESSES and any(has_exited(pid) for pid in pids):
                 ray_timeouts.mark_lost(f"{RAY_PROCESSES[kind]} (process {pids[0]}) is gone")
         with ray_internals.kill_own_processes_on_shutdown():
-            ray_timeouts.shut_down(ray.shutdown, _STOP_S, "end")
+            ray_timeouts.shut_down(ray.shutdown, _LEAVE_S, "end")
         if ray_timeouts.lost_reason():
             atexit.unregister(ray.shutdown)
 

@@ -3,7 +3,6 @@ model/ uses a private module or attribute of Ray."""
 
 import logging
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,14 +67,12 @@ def kill_own_processes_on_shutdown() -> Iterator[None]:
     """Make `ray.shutdown` kill the processes of a cluster started here, along with their
     descendants. Ray would first ask each process to exit, which takes a second because they ignore
     SIGTERM. If `ray.shutdown` is never called, the processes are killed at exit."""
-    handles = list[int]()
+    processes = list[psutil.Process]()
     local = [pid for pids in own_processes().values() for pid in pids]
     for pid in local:
-        with suppress(ProcessLookupError, psutil.NoSuchProcess):
-            handles.append(os.pidfd_open(pid))
-            for child in psutil.Process(pid).children(recursive=True):
-                with suppress(ProcessLookupError):
-                    handles.append(os.pidfd_open(child.pid))
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            processes += [process, *process.children(recursive=True)]
     if local:
         node: Any = import_module(_WORKER)._global_node
         kill = node.kill_all_processes
@@ -83,10 +80,9 @@ def kill_own_processes_on_shutdown() -> Iterator[None]:
     try:
         yield
     finally:
-        for process in handles:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(process, signal.SIGKILL)
-            os.close(process)
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from keel.model import ray_timeouts
 from keel.rl.futures import on_thread
+from keel.rl.supervisor import JOIN_S
 from keel.trainer.placement.hardware import RANK
 from keel.trainer.placement.ray_internals import exit_now, own_processes
 from keel.trainer.run.restarts import WorkerLost
@@ -42,12 +43,9 @@ _WARN_S = 20.0  # a warning is printed after a process has been stopped for this
 _RAY_HANG_S = 60.0
 """Maximum time that Ray's own processes may be stopped. Ray declares a node lost if its raylet does
 not answer for 65 s."""
-_KILL_TIMEOUT_S = 10.0
+_KILLED_S = 10.0  # not KILL_S: polls wait for killed processes, and must answer within _SILENT_S
 _ANSWER_S = 5.0  # timeout for polling all nodes once
 _SILENT_S = 15.0  # a warning is printed if a node has not answered for this many seconds
-_PARTITION_S = 90.0
-"""A node that cannot reach the GCS for this many seconds kills the run's processes. After 65 s, Ray
-declares the node lost and restarts its actors elsewhere."""
 _CONNECT_S = 5.0  # interval between attempts to reach the GCS, and the timeout of each attempt
 _GCS_HANG_S = 40.0
 """Seconds without an answer from the GCS before the run ends. After 60 s, Ray would end this
@@ -61,10 +59,10 @@ def kill(processes: Sequence[psutil.Process]) -> str:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    deadline = time.monotonic() + _KILLED_S
     while remaining := [process.pid for process in processes if not has_exited(process)]:
         if time.monotonic() >= deadline:
-            return f", but process {remaining[0]} still runs after {_KILL_TIMEOUT_S:g} s"
+            return f", but process {remaining[0]} still runs after {_KILLED_S:g} s"
         time.sleep(0.02)
     return ""
 
@@ -236,7 +234,7 @@ class Watchdog:
 
     def stop(self) -> None:
         os.eventfd_write(self._stopping, 1)
-        self._thread.join(2 * _ANSWER_S)
+        self._thread.join(JOIN_S)
         while not self._thread.is_alive() and self._files:
             os.close(self._files.pop())
 
@@ -321,9 +319,9 @@ def _wait_for_partition(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Wait until every attempt to connect within `_PARTITION_S` seconds has failed."""
+    """Wait until every attempt to connect within `NODE_LOST_S` seconds has failed."""
     silent_s, polls = 0.0, ray_timeouts.PollClock(2 * _CONNECT_S, clock)
-    while silent_s < _PARTITION_S:
+    while silent_s < ray_timeouts.NODE_LOST_S:
         pause(_CONNECT_S)
         connected, elapsed_s = connects(), polls.elapsed()
         silent_s = 0.0 if connected else silent_s + elapsed_s

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Self, TextIO, cast
 
-PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+from keel.rl.supervisor import PREEMPTION
+
 FAILED, REFUSED, INTERRUPTED, PREEMPTED = 1, 2, 130, 143
 """Exit statuses of a command: it failed while running, the recipe or data is invalid, Ctrl-C before
 the start or a second Ctrl-C, and a preemption signal. After `PREEMPTED`, rerun it to resume."""

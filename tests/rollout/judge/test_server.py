@@ -141,7 +141,7 @@ def test_hang_counts_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             patch.setattr(server, "_is_healthy", lambda _: next(checks))
             assert server.lost() == "", "one failed check proves nothing"
         os.kill(pid, signal.SIGSTOP)
-        monkeypatch.setattr(process, "_HANG_TIMEOUT_S", 0.5)
+        monkeypatch.setattr(process, "HANG_TIMEOUT_S", 0.5)
         assert "health check" in server.lost() and server.ended() == ""
     server.stop()
 

@@ -190,7 +190,7 @@ def test_signal_does_not_interrupt_the_shutdown(monkeypatch: pytest.MonkeyPatch)
 def test_unreachable_or_hung_cluster_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
     monkeypatch.setattr("ray.init", lambda **_: never.wait())
-    monkeypatch.setattr(nodes, "_JOIN_S", 0.01)
+    monkeypatch.setattr(nodes, "_ENTER_S", 0.01)
     with socket.socket() as port:
         port.bind(("127.0.0.1", 0))
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port.getsockname()[1]}")

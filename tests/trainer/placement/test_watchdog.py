@@ -13,12 +13,11 @@ import pytest
 from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
 from keel.model import ray_timeouts
-from keel.model.ray_timeouts import NAME
+from keel.model.ray_timeouts import NAME, NODE_LOST_S
 from keel.trainer.placement import watchdog
 from keel.trainer.placement.watchdog import (
     _ANSWER_S,
     _CONNECT_S,
-    _PARTITION_S,
     _POLL_S,
     _RAY_HANG_S,
     _WARN_S,
@@ -184,7 +183,7 @@ def test_partition_needs_failures_in_a_row() -> None:
         return attempts == 10
 
     _wait_for_partition(connects, lambda: now, pause)
-    assert attempts == 10 + _PARTITION_S / _CONNECT_S
+    assert attempts == 10 + NODE_LOST_S / _CONNECT_S
 
 
 START, RAYLET, ENGINE, WORKER, OTHER = "this", 100, 7, 8, 9

@@ -20,7 +20,7 @@ from keel.commands.cli import main
 from keel.configs.load import load_config
 from keel.model import ray_timeouts
 from keel.model.ray_timeouts import RayLost
-from keel.rl.supervisor import RESTART_PERIOD_S
+from keel.rl.supervisor import PREEMPTION, RESTART_PERIOD_S
 from keel.trainer import session
 from keel.trainer.placement.hardware import Hardware
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
@@ -29,7 +29,6 @@ from keel.trainer.run.journal import EVENTS
 from keel.trainer.run.restarts import Restarts, WorkerLost
 from keel.trainer.run.signals import (
     PREEMPTED,
-    PREEMPTION,
     Interrupt,
     Preempted,
     preemption_signal,
