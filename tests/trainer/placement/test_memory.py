@@ -39,6 +39,7 @@ from keel.trainer.placement.memory import (
     count_micro_batches,
     engine_sequences,
     guaranteed_cache_bytes,
+    kv_token_bytes,
     needed_bytes,
     offload_plan,
     peak_bytes,
@@ -430,6 +431,8 @@ def test_shared_prompt_is_computed_once_per_group() -> None:
 def test_window_may_be_shorter_than_the_longest_prompt() -> None:
     config = load_config("agent-guess", ["trainer.share_prompts=true"])
     assert config.max_context < config.data.max_prompt_tokens and count_micro_batches(config)[1] > 0
+    parts = plan(config, MOE).engine.parts
+    assert parts["KV cache"] == 64 * 192 * kv_token_bytes(config, MOE), "all windows, unshared"
 
 
 USUAL = Case(shape="", length=1024, micro_batch_tokens=16_384, step_tokens=65_536)
