@@ -21,11 +21,9 @@ from keel.trainer import loop
 from keel.trainer.launch import Runtime, SftRuntime, launch, launch_sft
 from keel.trainer.nonfinite import SHOWN_FINDINGS
 from keel.trainer.placement.nodes import planned_hardware
-from keel.trainer.placement.step_time import token_flops
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.run.bad_batches import save_batch
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.journal import CostRates
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import CollectiveTimeout, WorkerLost
 from keel.trainer.run.signals import FIRST, NOTHING_YET, Interrupt
@@ -102,27 +100,12 @@ def run_loop(
         return written
 
     with ExitStack() as stack:
-        tokens = TokenFile(
-            config.run,
-            TokenTexts(runtime.task.tokenizer),
-            lambda: learner.token_numbers,
-            extract_answer,
-        )
-        journal = open_journal(
-            stack,
-            folder,
-            view,
-            config,
-            start=start,
-            tokenizer=runtime.task.tokenizer_digest,
-            costs=CostRates(runtime.gpus, *token_flops(config, runtime.task.facts)),
-            tokens=tokens,
-        )
+        texts = TokenTexts(runtime.task.tokenizer)
+        tokens = TokenFile(config.run, texts, lambda: learner.token_numbers, extract_answer)
+        journal = open_journal(stack, folder, view, runtime, start=start, tokens=tokens)
         journal.on_record = end_after
         runtime.pool.say = partial(journal.say, "engine")
         runtime.nodes.say = partial(journal.say, "node")
-        learner.say = journal.say
-        runtime.watchdog.say = partial(journal.say, "frozen")
         runtime.scorer.report_to(view.say)
         heldout = dataset.heldout if config.run.eval_every >= 0 else {}
 
@@ -194,20 +177,10 @@ def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int
     task, learner, batches = runtime.task, runtime.learner, runtime.task.batches
     assert batches is not None, "not a supervised task"
     with ExitStack() as stack:
-        journal = open_journal(
-            stack,
-            folder,
-            view,
-            task.config,
-            start=start,
-            tokenizer=task.tokenizer_digest,
-            costs=CostRates(runtime.gpus, *token_flops(task.config, task.facts)),
-        )
-        runtime.watchdog.say = partial(journal.say, "frozen")
+        journal = open_journal(stack, folder, view, runtime, start=start)
         interrupt = stack.enter_context(
             Interrupt(view.say, preempted_first=_PREEMPTED, grace_s=task.config.run.grace_s)
         )
-        learner.say = journal.say
         save = partial(save_checkpoint, folder, task.config, learner, stop=interrupt, say=view.say)
         return fit(
             task.config,

@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from shutil import which
 from typing import Any, TypeVar
@@ -14,8 +15,10 @@ from ray.exceptions import RayError
 from keel.configs.schema import Config, ConfigError
 from keel.model.ray_timeouts import RayLost, is_loss, lost_reason
 from keel.rl.metrics import MEASURES
+from keel.trainer.launch import Runtime, SftRuntime
 from keel.trainer.placement.elastic import ElasticLayouts
 from keel.trainer.placement.layouts import save_choice
+from keel.trainer.placement.step_time import token_flops
 from keel.trainer.prepare import Task
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
@@ -153,26 +156,28 @@ def open_journal(
     stack: ExitStack,
     folder: RunFolder,
     view: View,
-    config: Config,
+    runtime: Runtime | SftRuntime,
     *,
     start: int,
-    tokenizer: str,
-    costs: CostRates,
     tokens: TokenFile | None = None,
 ) -> Journal:
+    """Open the journal of a run after step `start`, and send it the messages of the processes."""
+    task, config = runtime.task, runtime.task.config
     journal = Journal(
         folder.path,
         view,
         trajectories=config.run.save_trajectories,
         save_all=config.run.save_all_trajectories,
-        tokenizer=tokenizer,
+        tokenizer=task.tokenizer_digest,
         tokens=tokens,
         alarms=config.alarms,
         resumed_at=start,
-        costs=costs,
+        costs=CostRates(runtime.gpus, *token_flops(config, task.facts)),
     )
     stack.callback(journal.close)
     open_trackers(stack, journal, folder.path, config)
+    runtime.learner.say = journal.say
+    runtime.watchdog.say = partial(journal.say, "frozen")
     return journal
 
 
