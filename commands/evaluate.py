@@ -263,8 +263,7 @@ def _choose_policy(
     @contextmanager
     def sampling(out: Path) -> Iterator[Runtime]:
         # Ranks load a checkpoint; engines load a model folder themselves.
-        say = partial(print, flush=True)
-        with launch(task, say, out / _REWARDS_FOLDER, learner=path is not None) as runtime:
+        with launch(task, out / _REWARDS_FOLDER, learner=path is not None) as runtime:
             if path:
                 runtime.learner.load(path)
                 runtime.wake()
@@ -319,7 +318,7 @@ def _endpoint_policy(config: Config) -> _SampledPolicy:
             if judged:
                 judge = stack.enter_context(JudgeService(config.rewards.judge))
                 judge.check_reachable()
-            scorer = stack.enter_context(build_scorer(config, judge, print, out / _REWARDS_FOLDER))
+            scorer = stack.enter_context(build_scorer(config, judge, out / _REWARDS_FOLDER))
             stack.enter_context(completions)
             remote = RemoteRuntime(config=config, completions=completions, scorer=scorer)
             if config.with_agents:

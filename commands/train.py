@@ -55,7 +55,7 @@ def train(
     run_with_restarts(
         ["train", recipe, *overrides],
         task,
-        lambda folder, layouts: launch(task, print, folder.rewards, layouts=layouts),
+        lambda folder, layouts: launch(task, folder.rewards, layouts=layouts),
         partial(run_loop, after_step=after_step),
         resume_command=resume_command,
     )
@@ -168,7 +168,7 @@ def train_supervised(command: str, recipe: str, overrides: Sequence[str]) -> Non
     run_with_restarts(
         [command, recipe, *overrides],
         task,
-        lambda _, layouts: launch_sft(task, print, layouts=layouts),
+        lambda _, layouts: launch_sft(task, layouts=layouts),
         _run_sft_loop,
     )
 

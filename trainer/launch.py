@@ -55,7 +55,7 @@ from keel.trainer.run.restarts import WorkerLost
 from keel.trainer.work_nodes import WorkNodes
 from keel.weights.sync import WeightSync
 
-_Say = Callable[[str], None]
+_say = partial(print, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,6 @@ class SftRuntime:
 @contextmanager
 def launch(
     task: Task,
-    say: _Say,
     log: Path | None = None,
     *,
     learner: bool = True,
@@ -181,10 +180,10 @@ def launch(
         if task.judged and not serves_judge:
             judge = stack.enter_context(JudgeService(config.rewards.judge))
             judge.check_reachable()
-        config, seats = _start_cluster(stack, config, models, say, gpu=task.gpu, layouts=layouts)
+        config, seats = _start_cluster(stack, config, models, gpu=task.gpu, layouts=layouts)
         task = replace(task, config=config)
         nodes = seats.placement.required_nodes if seats else set[str]()
-        watchdog = stack.enter_context(start_watchdog(say, config.run.hang_timeout_s, nodes))
+        watchdog = stack.enter_context(start_watchdog(_say, config.run.hang_timeout_s, nodes))
         if config.rewards.judge.serve:
             servers: list[JudgeServer] = []
             for number in range(config.rewards.judge.server.replicas):
@@ -195,8 +194,8 @@ def launch(
         model = initial_model(config, task.dataset, gpu=task.gpu)
         parts = (*task.dataset.train.sources.values(), *task.dataset.heldout.values())
         kinds = {prompt.reward.get("kind") for prompt in chain.from_iterable(parts)}
-        work_nodes = WorkNodes(config, say=say, log=log, runs_code="code" in kinds)
-        scorer = stack.enter_context(build_scorer(config, judge, say, log, work_nodes))
+        work_nodes = WorkNodes(config, say=_say, log=log, runs_code="code" in kinds)
+        scorer = stack.enter_context(build_scorer(config, judge, log, work_nodes))
         shared = bool(seats and seats.placement.shared)
         together = shared and can_start_together(config, task.facts, task.hardware.gpu_gib)
         cache = _fixed_cache_bytes(task, together=together)
@@ -241,7 +240,7 @@ def launch(
                 warnings = wait_for(started, watchdog.should_stop_waiting)
             warnings = [*_await_engines(engines, watchdog), *warnings]
         for line in warnings:
-            say(f"warning: {line}")
+            _say(f"warning: {line}")
         if judge and config.rewards.judge.serve:
             judge.check_reachable()
         runtime = Runtime(
@@ -261,14 +260,14 @@ def launch(
 
 
 @contextmanager
-def launch_sft(task: Task, say: _Say, *, layouts: ElasticLayouts) -> Iterator[SftRuntime]:
+def launch_sft(task: Task, *, layouts: ElasticLayouts) -> Iterator[SftRuntime]:
     config = task.config
     download(config.model.path)
     with ExitStack() as stack:
         models = [(config.model.path, (RANK,))]
-        config, seats = _start_cluster(stack, config, models, say, gpu=task.gpu, layouts=layouts)
+        config, seats = _start_cluster(stack, config, models, gpu=task.gpu, layouts=layouts)
         task = replace(task, config=config)
-        watchdog = stack.enter_context(start_watchdog(say, config.run.hang_timeout_s))
+        watchdog = stack.enter_context(start_watchdog(_say, config.run.hang_timeout_s))
         learner = Learner(
             initial_model(task.recipe, task.dataset, gpu=task.gpu),
             config,
@@ -280,7 +279,7 @@ def launch_sft(task: Task, say: _Say, *, layouts: ElasticLayouts) -> Iterator[Sf
         with waiting(f"starting {config.trainer.ranks} trainer rank(s)"):
             warnings = learner.start()
         for line in warnings:
-            say(f"warning: {line}")
+            _say(f"warning: {line}")
         yield SftRuntime(
             task=task,
             learner=learner,
@@ -293,7 +292,6 @@ def _start_cluster(
     stack: ExitStack,
     config: Config,
     models: Sequence[tuple[str, tuple[str, ...]]],
-    say: _Say,
     *,
     gpu: bool,
     layouts: ElasticLayouts | None,
@@ -311,7 +309,7 @@ def _start_cluster(
     if gpu:
         seats = stack.enter_context(reserve_gpus(config, timeout_s=timeout_s))
         for line in seats.placement.lines():
-            say(line)
+            _say(line)
     for path, kinds in models:
         if path != TINY_MODEL:
             occupied = seats.placement.seats if seats else ()
@@ -341,7 +339,6 @@ def _await_engines(engines: Future[tuple[str, ...]], watchdog: Watchdog) -> tupl
 def build_scorer(
     config: Config,
     judge: JudgeService | None,
-    say: _Say,
     log: Path | None = None,
     pool: WorkerPool | None = None,
 ) -> Scorer:
@@ -356,7 +353,6 @@ def build_scorer(
         judge=judge,
         max_failure_fraction=rewards.max_failure_fraction,
         environments=config.data.domains_with_environments,
-        say=say,
     )
 
 

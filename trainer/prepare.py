@@ -58,7 +58,7 @@ from keel.trainer.placement.families import (
 from keel.trainer.placement.hardware import Hardware
 from keel.trainer.placement.layouts import Choice, choose, load_choice, with_dtype
 from keel.trainer.placement.nodes import detect_hardware, with_missing_nodes
-from keel.trainer.placement.plan import Plan, describe, section_lines
+from keel.trainer.placement.plan import describe, section_lines
 from keel.trainer.run.checkpoint import latest_complete, read_state
 from keel.trainer.run.manifest import MANIFEST, check_exported
 from keel.trainer.sft import Batches
@@ -85,10 +85,6 @@ class PlannedModel:
     @property
     def gpu(self) -> bool:
         return self.hardware.gpu
-
-    @property
-    def plan(self) -> Plan:
-        return self.choice.plan
 
     def count_tokens(self, prompt: Prompt) -> int:
         """Return a prompt's length in tokens, or 0 if an environment starts the conversation.
@@ -141,7 +137,7 @@ class Task(PlannedModel):
         sections = describe(
             self.config,
             self.facts,
-            self.plan,
+            self.choice.plan,
             self.hardware,
             self.data_lines,
             passes=self.batches.passes(self.config.run.steps) if self.batches else 0.0,

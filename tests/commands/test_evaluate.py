@@ -89,7 +89,7 @@ def fake(monkeypatch: Patch) -> Fake:
     system = Fake()
 
     @contextmanager
-    def running(task: object, say: object, log: Path, *, learner: bool) -> Iterator[Any]:
+    def running(task: object, log: Path, *, learner: bool) -> Iterator[Any]:
         assert log.name == "rewards" and log.parent.is_dir(), "what functions print has a place"
         before = len(system.loaded)
         yield system

@@ -198,9 +198,7 @@ def in_this_process() -> Iterator[None]:
         return tried[which]
 
     @contextmanager
-    def running(
-        task: Task, say: Callable[[str], None], log: Path | None = None, **_: Any
-    ) -> Iterator[Runtime]:
+    def running(task: Task, log: Path | None = None, **_: Any) -> Iterator[Runtime]:
         if not ray.is_initialized():
             start_ray()
         config = task.config
@@ -210,13 +208,13 @@ def in_this_process() -> Iterator[None]:
             pool = engines.ready(task, model, ranks)
             asks = config.rewards.judge
             judge = stack.enter_context(JudgeService(asks)) if asks.base_url else None
-            scorer = stack.enter_context(build_scorer(config, judge, say, log))
+            scorer = stack.enter_context(build_scorer(config, judge, log))
             runner = stack.enter_context(run_episodes(task, pool))
             parts: Any = {"ranks": ranks, "scorer": scorer, "agents": runner, **unwatched()}
             yield Runtime(task=task, pool=pool, nodes=SimpleNamespace(), **parts)  # type: ignore[arg-type]
 
     @contextmanager
-    def teaching(task: Task, say: Callable[[str], None], **_: Any) -> Iterator[SftRuntime]:
+    def teaching(task: Task, **_: Any) -> Iterator[SftRuntime]:
         model = initial_model(task.recipe, task.dataset, gpu=task.gpu)
         learner = LocalLearner(model, task.config)
         yield SftRuntime(task=task, learner=learner, **unwatched())  # type: ignore[arg-type]
