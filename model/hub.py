@@ -190,6 +190,12 @@ def fp8_block(path: str, content: Mapping[str, Any]) -> tuple[int, int] | None:
     return None
 
 
+def has_power_of_two_scales(content: Mapping[str, Any]) -> bool:
+    """Return True if config.json describes FP8 weights whose scales are powers of two, as in
+    DeepSeek-V3.2."""
+    return (content.get("quantization_config") or {}).get("scale_fmt") == "ue8m0"
+
+
 def ignored_code(folder: Path | None, known: Any) -> list[str]:
     """Return a warning for each file in the model folder that refers to custom code, which Keel
     doesn't run. `known` is the module that provides the available classes (transformers)."""

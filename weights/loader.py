@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
-from vllm.config import ModelConfig, set_current_vllm_config
+from vllm.config import ModelConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.quantization.online import fp8
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -53,11 +54,26 @@ _LOG = logging.getLogger(__name__)
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _COMPUTED = re.compile(r"\brotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)$")
 """Tensors in old checkpoints that the engine and the trainer compute themselves."""
+POWER_OF_TWO_SCALES = "keel_power_of_two_scales"
+"""Key of vLLM's `additional_config` for engines in FP8 whose checkpoint has such scales."""
 # Drop warnings about layers that only hold tables; `TensorChecklist` checks for missing tensors. A
 # filter, because vLLM resets the levels of its loggers when it builds an engine.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
     lambda record: record.levelno >= logging.ERROR
 )
+
+
+_quantize_blocks: Any = fp8.per_block_cast_to_fp8
+
+
+def _quantize_like_checkpoint(weight: Tensor, block_size: list[int], use_ue8m0: bool) -> Any:
+    """Quantize a weight with scales of the checkpoint's format, so that weights which lie on the
+    checkpoint's FP8 values do not change."""
+    extra = get_current_vllm_config().additional_config
+    return _quantize_blocks(weight, block_size, use_ue8m0 or POWER_OF_TWO_SCALES in extra)
+
+
+vars(fp8)["per_block_cast_to_fp8"] = _quantize_like_checkpoint
 
 
 @register_model_loader(LOAD_FORMAT)

@@ -8,10 +8,11 @@ from vllm.model_executor.layers.quantization.utils.w8a8_utils import cutlass_blo
 from vllm.platforms import current_platform
 
 from keel.model.batch_invariant import BLOCK
-from keel.model.hub import fp8_block
+from keel.model.hub import fp8_block, has_power_of_two_scales
 from keel.model.load import LOAD_FORMAT
 from keel.rollout.recording.base import Recorder
 from keel.rollout.spec import EngineSpec
+from keel.weights.loader import POWER_OF_TWO_SCALES
 
 _CPU_BLOCK = 32  # tokens per KV block. With vLLM's default of 128, completions rarely share one.
 _MAX_CAPTURED = 512  # tokens in the largest step that vLLM captures as a CUDA graph by default
@@ -35,6 +36,7 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": spec.seed,
+        "additional_config": {},  # part of the key of vLLM's cache of compiled layers
     }
     if fp8_block(spec.model_path, text.to_dict()):
         args["load_format"] = LOAD_FORMAT
@@ -61,6 +63,8 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
         }
         if config.quantization:
             args |= _fp8_args()
+            if has_power_of_two_scales(text.to_dict()):
+                args["additional_config"][POWER_OF_TWO_SCALES] = True
         if "linear_attention" in (getattr(text, "layer_types", None) or ()):
             # On Hopper, vLLM's default kernel is compiled at run time and needs the CUDA toolkit.
             args["gdn_prefill_backend"] = "triton"
@@ -78,8 +82,7 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
             if not config.enforce_eager:
                 args["compilation_config"]["cudagraph_mode"] = "FULL"
     if spec.wide_residual:
-        # Part of the key of vLLM's cache of compiled layers.
-        args["additional_config"] = {"keel_residual_dtype": spec.residual_dtype}
+        args["additional_config"]["keel_residual_dtype"] = spec.residual_dtype
     return EngineArgs(**{**args, **recorder.engine_args()})
 
 

@@ -52,9 +52,9 @@ def quantise(folder: Path, block: tuple[int, int]) -> dict[str, Tensor]:
     return expected
 
 
-def set_block(folder: Path, block: Any) -> None:
+def set_block(folder: Path, block: Any, **others: Any) -> None:
     file = folder / "config.json"
-    how = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    how = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", **others}
     content = json.loads(file.read_text()) | {
         "quantization_config": how | {"weight_block_size": block}
     }

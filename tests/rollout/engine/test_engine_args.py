@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 
 NAMES = (
     *("quantization", "linear_backend", "moe_backend", "enable_expert_parallel"),
-    *("load_format", "hf_overrides"),
+    *("load_format", "hf_overrides", "additional_config"),
 )
 LAYERS = tuple(
     f"model.layers.1.{name}" for name in ("self_attn.qkv_proj", "mlp.gate", "mlp.gate_up_proj")
@@ -84,3 +84,26 @@ def test_quantization_and_whole_experts(tmp_path: Path) -> None:
         low = make(quantization="fp8")
         assert low.load_format == LOAD_FORMAT and low.quantization == "fp8_per_block"
         assert low.hf_overrides["quantization_config"] is None
+        assert not low.additional_config
+        set_block(tmp_path, [128, 128], scale_fmt="ue8m0")
+        extra = make(quantization="fp8").additional_config
+        assert process.submit(_changed_weights, extra).result(timeout=DEADLINE_S) == 0
+        assert process.submit(_changed_weights, {}).result(timeout=DEADLINE_S) > 0.5
+
+
+def _changed_weights(extra: dict[str, Any]) -> float:
+    """Return the fraction of weights that vLLM changes when it quantizes dequantized weights whose
+    scales were powers of two."""
+    import torch  # noqa: PLC0415
+    from vllm.config import VllmConfig, set_current_vllm_config  # noqa: PLC0415
+    from vllm.model_executor.layers.quantization.online import fp8  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    scale = torch.tensor([2.0**-9, 2.0**-7]).repeat_interleave(128)[:, None]
+    weight = (300 * torch.rand(256, 128)).to(torch.float8_e4m3fn).bfloat16() * scale.bfloat16()
+    with set_current_vllm_config(VllmConfig(additional_config=extra)):
+        low, scales = vars(fp8)["per_block_cast_to_fp8"](
+            weight, block_size=[128, 128], use_ue8m0=False
+        )
+    again = low.bfloat16() * scales.repeat_interleave(128, 0).bfloat16()
+    return float((again != weight).float().mean())
