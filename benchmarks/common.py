@@ -74,7 +74,7 @@ class Mixture:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a dense Qwen3."""
+    """Sizes of a Qwen3, dense or with experts."""
 
     vocab_size: int
     """Rows of the embedding."""
@@ -82,10 +82,13 @@ class Shape:
     """Tokenizer entries; further embedding rows are unused."""
     hidden_size: int
     intermediate_size: int
+    """Width of the feed-forward layer, or of one expert."""
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
+    experts: int = 0
+    per_token: int = 8
     tied: bool = True
     """True if the output layer shares the embedding's weights."""
     max_context: int = 4096
@@ -96,23 +99,32 @@ class Shape:
     @property
     def parameters(self) -> int:
         attention = 2 * self.hidden_size * self.head_dim * (self.heads + self.kv_heads)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size
+        layer = attention + 3 * self.hidden_size * self.intermediate_size * max(1, self.experts)
         return self.layers * layer + (2 - self.tied) * self.vocab_size * self.hidden_size
 
-    def config(self) -> Qwen3Config:
-        return Qwen3Config(
-            architectures=["Qwen3ForCausalLM"],
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=self.max_context,
-            initializer_range=self.initializer_range,
-            tie_word_embeddings=self.tied,
-            dtype="bfloat16",
+    def config(self) -> PreTrainedConfig:
+        sizes: dict[str, Any] = {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.max_context,
+            "initializer_range": self.initializer_range,
+            "tie_word_embeddings": self.tied,
+            "dtype": "bfloat16",
+        }
+        if not self.experts:
+            return Qwen3Config(architectures=["Qwen3ForCausalLM"], **sizes)
+        return Qwen3MoeConfig(
+            architectures=["Qwen3MoeForCausalLM"],
+            moe_intermediate_size=self.intermediate_size,
+            num_experts=self.experts,
+            num_experts_per_tok=self.per_token,
+            norm_topk_prob=True,
+            **sizes,
         )
 
 

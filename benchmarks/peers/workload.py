@@ -135,6 +135,11 @@ QWEN3_06B = Workload(
 QWEN3 = {
     "0.6b": QWEN3_06B,
     "1.7b": replace(QWEN3_06B, shape=qwen3(2048, 6144, 28, 16)),
+    # four layers of Qwen3-30B-A3B
+    "moe": replace(
+        QWEN3_06B,
+        shape=replace(qwen3(2048, 768, 4, 32, tied=False), kv_heads=4, experts=128),
+    ),
     "8b": replace(QWEN3_06B, shape=qwen3(4096, 12_288, 36, 32, tied=False)),
 }
 SMALL = Workload(
