@@ -47,6 +47,14 @@ apparently for an algorithm search."""
 _TRIALS, _CALLS = 3, 8
 """Number of timed runs of each bit-identical variant, and number of calls in each run."""
 
+_TILES = (
+    (256, (128, 256, 64, 16, 8, 3)),
+    (32, (64, 128, 64, 8, 4, 4)),
+    (0, (16, 128, 64, 1, 4, 4)),
+)
+"""Tiles of expert GEMMs by the mean number of rows per expert, which is at least the first number:
+rows, columns and depth of a tile, tiles per group, warps and stages."""
+
 _CHOICES: dict[Any, Any] = {}
 """Function chosen for each operation and shape, with the number of rows rounded up to a power of
 two."""
@@ -65,6 +73,7 @@ def prepare() -> None:
         ) from error
     if kernels.flash_version is None:
         raise RuntimeError("model.batch_invariant: vLLM has no flash attention for this GPU")
+    use_larger_expert_tiles()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -191,6 +200,31 @@ def rotary_table(config: PreTrainedConfig, dtype: torch.dtype, device: torch.dev
             dtype=dtype,
         )
     return rope.cos_sin_cache.to(device, dtype)
+
+
+def use_larger_expert_tiles() -> None:
+    """Make vLLM's batch-invariant expert GEMMs choose their tiles by the number of rows on Hopper.
+    All of them sum over the depth in the same order, so the bits stay the same
+    (tests/gpu/test_invariant_kernels.py). vLLM's own tiles are small."""
+    from vllm.model_executor.layers.fused_moe import fused_moe  # noqa: PLC0415
+
+    original = fused_moe.get_default_config
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == _HOPPER
+    if not hopper or hasattr(original, "keel_patch"):
+        return
+
+    def get_default_config(M: int, E: int, N: int, K: int, topk: int, *kind: Any) -> dict[str, int]:
+        if any(value is not None for value in kind):  # quantized, or float32
+            return original(M, E, N, K, topk, *kind)
+        return next(_tiles(*sizes) for least, sizes in _TILES if M * topk >= least * E)
+
+    get_default_config.keel_patch = True  # type: ignore[attr-defined]
+    fused_moe.get_default_config = get_default_config
+
+
+def _tiles(rows: int, columns: int, depth: int, group: int, warps: int, stages: int) -> Any:
+    sizes = {"BLOCK_SIZE_M": rows, "BLOCK_SIZE_N": columns, "BLOCK_SIZE_K": depth}
+    return sizes | {"GROUP_SIZE_M": group, "SPLIT_K": 1, "num_warps": warps, "num_stages": stages}
 
 
 class _Kernels:

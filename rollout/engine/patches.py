@@ -108,12 +108,13 @@ def install_invariant_kernels() -> None:
     """Replace vLLM's batch-invariant kernels with faster ones that return bitwise identical
     results.
 
-    For all but five shapes, vLLM's GEMM tiles are tuned for large batches, and its QK norm makes a
-    copy of the input. The functions are patched because vLLM's registry can only replace whole
-    layers.
+    For all but five shapes, vLLM's GEMM tiles are tuned for large batches; its tiles for experts
+    are small; and its QK norm makes a copy of the input. The functions are patched because vLLM's
+    registry can only replace whole layers.
     """
     from keel.model.batch_invariant import vllm_kernels  # noqa: PLC0415  (needs Triton)
 
+    vllm_kernels.use_larger_expert_tiles()
     if hasattr(_linear.linear_batch_invariant, "keel_patch"):
         return
     gemm, norm = _linear.linear_batch_invariant, _layernorm.rms_norm_batch_invariant

@@ -164,3 +164,34 @@ def test_experts_are_batch_invariant(normalize: bool, monkeypatch: pytest.Monkey
     expected = formula(*wide), *by_autograd(formula, grad.float(), *wide)
     for one, other in zip(found, expected, strict=True):
         assert (one.double() - other.double()).norm() / other.double().norm() < 2e-2
+
+
+@on_a_gpu
+@pytest.mark.parametrize("experts", [(128, 2048, 768, 8), (32, 1024, 256, 4)])
+@pytest.mark.parametrize("tokens", [1, 16, 300, 1000, 9000])
+def test_expert_tiles_have_vllms_bits(
+    experts: tuple[int, ...], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.layers.fused_moe import fused_moe
+
+    from keel.model.batch_invariant import vllm_kernels
+
+    monkeypatch.setenv(vllm_kernels.VARIABLE, "1")
+    monkeypatch.setattr(fused_moe, "get_default_config", fused_moe.get_default_config)
+    count, width, inner, top_k = experts
+    draw = torch.Generator(DEVICE).manual_seed(0)
+
+    def weights(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, device=DEVICE, dtype=torch.bfloat16) / 30
+
+    x, gate_up, down = (
+        weights(tokens, width),
+        weights(count, 2 * inner, width),
+        weights(count, width, inner),
+    )
+    shares, chosen = weights(tokens, count).float().softmax(-1).topk(top_k, -1)
+    plain = vllm_kernels.run_experts(x, chosen, shares, gate_up, down)
+    own = fused_moe.get_default_config
+    vllm_kernels.use_larger_expert_tiles()
+    assert fused_moe.get_default_config is not own
+    assert torch.equal(vllm_kernels.run_experts(x, chosen, shares, gate_up, down), plain)
