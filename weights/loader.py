@@ -63,17 +63,18 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter
 )
 
 
-_quantize_blocks: Any = fp8.per_block_cast_to_fp8
+_fp8: Any = fp8
+_quantize_blocks = _fp8.per_block_cast_to_fp8
 
 
 def _quantize_like_checkpoint(weight: Tensor, block_size: list[int], use_ue8m0: bool) -> Any:
     """Quantize a weight with scales of the checkpoint's format, so that weights which lie on the
     checkpoint's FP8 values do not change."""
-    extra = get_current_vllm_config().additional_config
-    return _quantize_blocks(weight, block_size, use_ue8m0 or POWER_OF_TWO_SCALES in extra)
+    config: Any = get_current_vllm_config().additional_config
+    return _quantize_blocks(weight, block_size, use_ue8m0 or POWER_OF_TWO_SCALES in config)
 
 
-vars(fp8)["per_block_cast_to_fp8"] = _quantize_like_checkpoint
+_fp8.per_block_cast_to_fp8 = _quantize_like_checkpoint
 
 
 @register_model_loader(LOAD_FORMAT)
