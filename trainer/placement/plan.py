@@ -7,7 +7,7 @@ from keel.configs.schema import Config, ConfigError, SamplingConfig
 from keel.model.load import ModelFacts
 from keel.trainer.placement import memory
 from keel.trainer.placement.families import check_trainer
-from keel.trainer.placement.hardware import GpuSpec, Hardware, Placement, place
+from keel.trainer.placement.hardware import Hardware, Placement, place
 from keel.trainer.placement.memory import (
     GIB,
     DoesNotFit,
@@ -18,6 +18,11 @@ from keel.trainer.placement.memory import (
 )
 from keel.trainer.placement.step_time import StepTime, seconds, sft_seconds, step_time
 
+_SECTIONS = (
+    *("model", "data", "batch", "attention", "steps", "sampling", "stabilisers"),
+    *("actors", "hardware", "placement", "memory", "time", "run folder"),
+)
+"""The sections of a plan in the order in which they are shown."""
 _ATTENTION = {
     "warm-up": "dense; the indexers alone are trained, by Eq. 3",
     "dense": "dense; everything but the indexers is trained",
@@ -177,97 +182,67 @@ def describe(
     """Format the plan for `keel check` as sections. `data` has the lines about the data, which
     supervised training goes through `passes` times. `placed` adds the GPUs of each actor, and
     sections about training steps are left out if `trains` is False."""
-    gpu, judge, samples = hardware.gpu, config.rewards.judge, bool(config.data.sources)
-    sections: dict[str, Sequence[str]] = {"model": [_model_line(config, facts)], "data": data}
-    if samples:
-        sections |= _sampling_sections(config, facts, trains=trains)
+    gpu, judge, engines = hardware.gpu, config.rewards.judge, ""
+    if config.data.sources:
+        sections = _rl_sections(config, facts, plan, hardware, trains=trains)
+        engines = f"{config.rollout.engines} vLLM engine(s), "
     else:
-        sections |= _supervised_sections(config, facts, passes)
-    engines = f"{config.rollout.engines} vLLM engine(s), " * samples
+        sections = _supervised_sections(config, facts, plan, hardware, passes)
     served = f", {judge.server.replicas} vLLM server(s) of the judge {judge.model}" * judge.serve
-    sections["actors"] = [f"{engines}{_ranks_line(config, gpu=gpu)}{served}"]
-    sections["hardware"] = [str(hardware) if gpu else "on CPU"]
-    sections["placement"] = [*place(config, hardware.idle).lines()] if placed and gpu else []
-    if samples:
-        sections["memory"] = _memory_lines(config, facts, plan, hardware)
-        sections["time"] = plan.time.lines() if plan.time else []
-    else:
-        sections["memory"] = [f"trainer rank: {plan.trainer}"]
-        sections["time"] = _supervised_time(config, facts, hardware.spec) if gpu else []
-    sections["run folder"] = [config.run.dir]
-    return sections
+    sections |= {
+        "model": [_model_line(config, facts)],
+        "data": data,
+        "actors": [f"{engines}{_ranks_line(config, gpu=gpu)}{served}"],
+        "hardware": [str(hardware) if gpu else "on CPU"],
+        "placement": [*place(config, hardware.idle).lines()] if placed and gpu else [],
+        "run folder": [config.run.dir],
+    }
+    return {name: sections[name] for name in _SECTIONS if name in sections}
 
 
-def _sampling_sections(
-    config: Config, facts: ModelFacts, *, trains: bool
+def _rl_sections(
+    config: Config, facts: ModelFacts, plan: Plan, hardware: Hardware, *, trains: bool
 ) -> dict[str, Sequence[str]]:
     a, t, sampling = config.algorithm, config.trainer, config.rollout.sampling
-    sections: dict[str, Sequence[str]] = {}
-    if trains:
-        sequences, steps = a.prompts_per_step * a.group_size, config.run.steps
-        sections["batch"] = [
+    trained, evaluated = _sampling_text(sampling), _sampling_text(config.sampling_for("eval"))
+    texts = [f"{trained}, at most {sampling.max_tokens} tokens"]
+    if trained != evaluated and any(source.holdout for source in config.data.sources):
+        texts.append(f"evaluations: {evaluated}")
+    sections: dict[str, Sequence[str]] = {
+        "sampling": texts,
+        "memory": _memory_lines(config, facts, plan, hardware),
+        "time": plan.time.lines() if plan.time else [],
+    }
+    if not trains:
+        return sections
+    sequences, steps = a.prompts_per_step * a.group_size, config.run.steps
+    mask = "off" if a.mask_delta is None else f"δ = {a.mask_delta:g}"
+    held = f", its mass held with weight {a.kept_mass_coef:g}" * bool(a.kept_mass_coef)
+    return sections | {
+        "batch": [
             f"{a.prompts_per_step} prompts × {a.group_size} completions = {sequences} "
             f"sequences per step, at most {sequences * config.max_context:,} tokens",
             f"{a.updates_per_batch} optimizer step(s) per batch, at most "
             f"{count_micro_batches(config)[0]} micro-batch(es) of {t.micro_batch_tokens:,} tokens "
             "per rank each",
-        ]
-        sections["steps"] = [
+        ],
+        "steps": [
             f"{steps} = {steps * a.updates_per_batch} optimizer steps on "
             f"{steps * sequences:,} completions; lr {t.lr:g} ({t.schedule})"
-        ]
-    trained, evaluated = _sampling_text(sampling), _sampling_text(config.sampling_for("eval"))
-    sections["sampling"] = texts = [f"{trained}, at most {sampling.max_tokens} tokens"]
-    if trained != evaluated and any(source.holdout for source in config.data.sources):
-        texts.append(f"evaluations: {evaluated}")
-    if trains:
-        mask = "off" if a.mask_delta is None else f"δ = {a.mask_delta:g}"
-        held = f", its mass held with weight {a.kept_mass_coef:g}" * bool(a.kept_mass_coef)
-        sections["stabilisers"] = [
+        ],
+        "stabilisers": [
             f"KL {a.kl}; sequence mask {mask}; "
             f"Keep Routing {_replay(bool(facts.moe_layers), a.keep_routing)}; "
             f"Keep Sampling Mask {_replay(sampling.truncated, a.keep_sampling_mask)}{held}"
-        ]
-    return sections
-
-
-def _supervised_sections(
-    config: Config, facts: ModelFacts, passes: float
-) -> dict[str, Sequence[str]]:
-    sft, trainer = config.sft, config.trainer
-    size = f"{sft.conversations_per_step} {_examples(config)}"
-    if sft.tokens_per_step:
-        size = f"{_examples(config)} of at most {sft.tokens_per_step:,} tokens together"
-    seen = f", {passes:.3g} passes over the data" * bool(passes)
-    seen += " (sft.epochs, and not run.steps)" * bool(sft.epochs)
-    return {
-        "batch": [
-            f"{size} a step, in micro-batches of {trainer.micro_batch_tokens:,} tokens; the loss "
-            f"is a mean over {sft.mean}"
         ],
-        "attention": [_ATTENTION[trainer.attention]] if facts.index_top_k else [],
-        "steps": [f"{config.run.steps}{seen}; lr {trainer.lr:g} ({trainer.schedule})"],
     }
 
 
-def _supervised_time(config: Config, facts: ModelFacts, spec: GpuSpec) -> list[str]:
-    step = sft_seconds(config, facts, spec)
-    hours = config.run.steps * step / 3600
-    return [
-        f"ESTIMATE, not measured, for {spec.name} and {_examples(config)} of full length: "
-        f"{seconds(step)} per step, {hours:,.1f} hours for {config.run.steps:,} steps"
-    ]
-
-
-def _examples(config: Config) -> str:
-    return "windows" if config.sft.only_text else "conversations"
-
-
 def _memory_lines(config: Config, facts: ModelFacts, plan: Plan, hardware: Hardware) -> list[str]:
-    gpu, r = hardware.gpu, config.rollout
+    gpu, share = hardware.gpu, config.rollout.gpu_memory_utilization
     lines = [f"{'a GPU of an engine' if gpu else 'engine'}: {plan.engine}"]
     if plan.cached is not None:
-        sequences, share = memory.engine_sequences(config), r.gpu_memory_utilization
+        sequences = memory.engine_sequences(config)
         held = f"all {sequences} sequences at full length"
         if plan.cached < sequences:
             held = (
@@ -280,7 +255,7 @@ def _memory_lines(config: Config, facts: ModelFacts, plan: Plan, hardware: Hardw
         )
     peak = f", peak {gib(plan.peak)}" if plan.peak < plan.trainer.total else ""
     lines.append(f"trainer rank: {plan.trainer}{peak}")
-    if gpu and r.time_share:
+    if gpu and config.rollout.time_share:
         lines.append(
             "  time-shared with the engine (rollout.time_share): "
             f"{gib(plan.offload.sampling)} of it then wait in host memory"
@@ -289,6 +264,33 @@ def _memory_lines(config: Config, facts: ModelFacts, plan: Plan, hardware: Hardw
     if gpu and host >= GIB:
         lines.append(f"  in host memory, each rank needs at least {gib(host)}")
     return lines
+
+
+def _supervised_sections(
+    config: Config, facts: ModelFacts, plan: Plan, hardware: Hardware, passes: float
+) -> dict[str, Sequence[str]]:
+    sft, trainer, spec, steps = config.sft, config.trainer, hardware.spec, config.run.steps
+    what = "windows" if sft.only_text else "conversations"
+    size = f"{sft.conversations_per_step} {what}"
+    if sft.tokens_per_step:
+        size = f"{what} of at most {sft.tokens_per_step:,} tokens together"
+    seen = f", {passes:.3g} passes over the data" * bool(passes)
+    seen += " (sft.epochs, and not run.steps)" * bool(sft.epochs)
+    step = sft_seconds(config, facts, spec) if hardware.gpu else 0.0
+    time = (
+        f"ESTIMATE, not measured, for {spec.name} and {what} of full length: "
+        f"{seconds(step)} per step, {steps * step / 3600:,.1f} hours for {steps:,} steps"
+    )
+    return {
+        "batch": [
+            f"{size} a step, in micro-batches of {trainer.micro_batch_tokens:,} tokens; the loss "
+            f"is a mean over {sft.mean}"
+        ],
+        "attention": [_ATTENTION[trainer.attention]] if facts.index_top_k else [],
+        "steps": [f"{steps}{seen}; lr {trainer.lr:g} ({trainer.schedule})"],
+        "memory": [f"trainer rank: {plan.trainer}"],
+        "time": [time] if hardware.gpu else [],
+    }
 
 
 def _model_line(config: Config, facts: ModelFacts) -> str:
