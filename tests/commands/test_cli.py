@@ -85,6 +85,12 @@ def test_files_must_exist_and_small_ones_parse(tmp_path: Path) -> None:
     assert said(tmp_path, source("gsm")) == ""  # deferred, because it is slow
 
 
+def test_pretraining_takes_texts_only(tmp_path: Path) -> None:
+    message = said(tmp_path, recipe="sft-quickstart", command="pretrain")
+    assert "sft.sources: spelling, spiral" in message
+    assert said(tmp_path, recipe="sft-quickstart", command="sft") == ""
+
+
 def test_missing_local_model_is_not_a_hub_name(tmp_path: Path) -> None:
     (tmp_path / "models" / "qwen3").mkdir(parents=True)
     assert "models/qwen4" in said(tmp_path, "model.path=models/qwen4")
