@@ -56,11 +56,8 @@ class RestartLimit:
 
 
 def walk_tree(root: int) -> Iterator[tuple[int, list[bytes], list[str]]]:
-    """Yield the PID, the fields of `read_stat` and the threads of `root` and its descendants.
-
-    psutil is slower: its `children` reads every process on the machine. With 114 processes, that
-    takes 2.3 ms instead of 0.2 ms, twenty times a second for each sandbox.
-    """
+    """Yield the PID, the fields of `read_stat` and the threads of `root` and its descendants. This
+    is ten times as fast as `psutil`, which reads every process on the machine."""
     pending = [root]
     while pending:
         pid = pending.pop()
@@ -89,7 +86,8 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
     """Kill a process that leads a process group, along with the group and all descendants."""
     # Stopped first, not killed: descendants are found through their living ancestor.
     process.send_signal(signal.SIGSTOP)
-    kill_descendants(process.pid)
+    if process.returncode is None:
+        kill_descendants(process.pid)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

@@ -49,7 +49,6 @@ from keel.trainer.placement.ray_internals import own_processes
 
 _ACTOR = "reward node"
 _POLL_S = 2.0
-"""Seconds between two checks of all nodes."""
 _SILENT_S = 30.0
 """Seconds without an answer after which a node is no longer used. Ray itself waits for 65 s."""
 _AGAIN_S = 60.0

@@ -19,9 +19,7 @@ from keel.model import ray_timeouts
 from keel.rl.supervisor import EXIT_S, MARGIN_S, RestartLimit
 from keel.rollout.judge.process import HANG_TIMEOUT_S, VllmServer
 
-_PLACED_S = 1.0
-"""Seconds to wait for an actor to answer. If it does not, Ray has presumably not scheduled it yet,
-so it has no server."""
+_PLACED_S = 1.0  # an actor that does not answer for so long is not scheduled, and has no server
 
 log = logging.getLogger(__name__)
 
