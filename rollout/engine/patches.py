@@ -3,6 +3,7 @@ applied before an engine is built, and is undone or checked afterwards."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 from vllm import ModelRegistry, SamplingParams
+from vllm.config.vllm import default_breakable_cudagraph_architectures
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers import layernorm, linear
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -75,6 +77,10 @@ def shorten_warm_up(architectures: Sequence[str], *, gpu: bool) -> Iterator[None
     The model classes in `architectures` are inspected in this process, which loads them anyway.
     vLLM itself would start another process just to import vLLM again.
     """
+    if default_breakable_cudagraph_architectures() & set(architectures):
+        # vLLM sets it later, but these classes read it when they are imported. Without it, CUDA
+        # graphs would contain sparse attention with the sequence lengths of a warm-up step.
+        os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     for name in architectures:
         known = ModelRegistry.models.get(name)
         if known is not None:

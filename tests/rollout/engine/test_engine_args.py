@@ -91,6 +91,20 @@ def test_quantization_and_whole_experts(tmp_path: Path) -> None:
         assert process.submit(_changed_weights, {}).result(timeout=DEADLINE_S) > 0.5
 
 
+def test_cuda_graphs_leave_out_sparse_attention() -> None:
+    with vllm_process() as process:
+        assert process.submit(_leaves_out_attention).result(timeout=DEADLINE_S)
+
+
+def _leaves_out_attention() -> bool:
+    from keel.rollout.engine.patches import shorten_warm_up  # noqa: PLC0415
+
+    with shorten_warm_up(["DeepseekV32ForCausalLM"], gpu=True):
+        from vllm.models.deepseek_v32.attention import DeepseekV32Attention  # noqa: PLC0415
+
+        return hasattr(DeepseekV32Attention._sparse_indexer_and_attn, "__wrapped__")
+
+
 def _changed_weights(extra: dict[str, Any]) -> float:
     """Return the fraction of weights that vLLM changes when it quantizes dequantized weights whose
     scales were powers of two."""
