@@ -274,7 +274,7 @@ def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelF
         check_adapters(settings.lora, facts)
         check_model_type(config, model.model_type)
         if settings.batch_invariant:
-            check_invariant(model, settings.path, gpu=gpu)
+            check_invariant(model, settings.path, dtype=settings.dtype, gpu=gpu)
         if name != settings.path:
             check_same_family(settings.path, tokenizer, f"model.tokenizer = {name!r}")
     count = active = 0

@@ -22,6 +22,7 @@ from keel.configs.schema import ConfigError
 from keel.model.attention import Segments
 from keel.model.batch_invariant import vllm_kernels as engine
 from keel.model.layers.fused import fused_experts
+from keel.model.routing import is_moe
 from keel.model.torch_internals import flash_gradients
 from keel.model.transformers_internals import override_methods
 
@@ -36,8 +37,11 @@ HEAD = 128
 mask, as for whole prompts. A size of 64 gave different bits."""
 
 
-def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) -> None:
-    """Raise ConfigError if batch-invariant layers don't support the model or if there is no GPU."""
+def check_invariant(
+    config: PreTrainedConfig, path: str, *, dtype: str = "bfloat16", gpu: bool = True
+) -> None:
+    """Raise ConfigError if batch-invariant layers don't support the model in this precision or if
+    there is no GPU."""
     if not gpu:
         raise ConfigError(
             "model.batch_invariant needs a GPU. Remove it: on CPUs in float32, ratios are 1 to "
@@ -55,6 +59,7 @@ def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) ->
         (text.hidden_act != "silu", f"activations of kind {text.hidden_act}"),
         (bool(getattr(text, "mlp_bias", False)), "biases in the feed-forward layers"),
         (size != HEAD, f"a head size of {size}"),
+        (is_moe(config) and dtype == "float16", "experts in float16"),
     )
     if problem := next((what for present, what in unsupported if present), ""):
         raise ConfigError(

@@ -20,6 +20,7 @@ from keel.model.attention import Segments, attend, use_packed_attention
 from keel.model.batch_invariant import layers, vllm_kernels
 from keel.model.batch_invariant.layers import use_invariant_layers
 from keel.model.batch_invariant.vllm_kernels import BLOCK, _Pages
+from keel.model.routing import replay_routes
 
 LENGTHS = (BLOCK + 3, 1, 2 * BLOCK, 7)
 
@@ -150,13 +151,24 @@ def forward_backward(model: Any, segments: Segments) -> tuple[Tensor, dict[str, 
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("family", layers.FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "replayed"), [*((name, False) for name in layers.FAMILIES), ("qwen3_moe", True)]
+)
 def test_hidden_states_and_gradients_are_unchanged(
-    family: str, recomputed: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, recomputed: bool, replayed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers, "HEAD", 8)
-    model, segments = build(family), Segments.of(LENGTHS)
-    hidden, gradients = forward_backward(model, segments)
+    model, segments = build(family, norm_topk_prob=recomputed), Segments.of(LENGTHS)
+
+    def run() -> tuple[Tensor, dict[str, Tensor]]:
+        if not replayed:
+            return forward_backward(model, segments)
+        routes = torch.tensor([[[4, 1], [0, 3]]]).repeat(sum(LENGTHS), 1, 1)
+        routes[::3] = -1
+        with replay_routes(model, routes):
+            return forward_backward(model, segments)
+
+    hidden, gradients = run()
     names = list(model.state_dict())
     monkeypatch.setattr(layers, "engine", ENGINE)
     monkeypatch.setattr(layers, "_kernels", lambda: KERNELS)
@@ -165,7 +177,7 @@ def test_hidden_states_and_gradients_are_unchanged(
     use_invariant_layers(model)
     if recomputed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    again, new = forward_backward(model, segments)
+    again, new = run()
     torch.testing.assert_close(again, hidden, rtol=1e-4, atol=1e-5)
     assert list(model.state_dict()) == names
     assert set(new) == set(gradients)
