@@ -76,6 +76,9 @@ class SparsePass:
     topk_attention: list[Tensor] = field(default_factory=list[Tensor])
     """For each layer with dense attention and loss, two numbers [2]: the sum of the attention on
     the top k keys over all queries with more than k keys, and the number of these queries."""
+    overlap: list[Tensor] = field(default_factory=list[Tensor])
+    """For each layer that replays, two numbers [2]: the sum over queries with a bitmap of the share
+    of its positions that the trainer's indexer also selects, and the number of these queries."""
 
     def loss_sum(self) -> Tensor:
         """Return the indexers' loss: the sum of the KL divergences over layers and queries, in
@@ -249,26 +252,32 @@ def _attend(
         size = sparse.chunk or _chunk_size(queries[0], queries[1], seen.stop - seen.start, top_k)
         if sparse.dense or (first + longest <= top_k and recorded is None):
             parts = _apply_in_chunks(run.dense, queries, keys, size=size, first=first)
+            overlap = torch.full_like(parts[1], -1)
         else:
             replayed = [] if recorded is None else [block(recorded, own)]
-            chosen = _select_in_chunks(
+            chosen, overlap = _select_in_chunks(
                 queries[1], queries[2], keys[1], top_k, size, first=first, recorded=replayed
             )
             parts = _apply_in_chunks(run.chosen, [*queries, chosen], keys, size=size, first=first)
-        outputs.append(tuple(part.flatten(0, 1) for part in parts))
-    mixed, lost, topk_attention = (
+        outputs.append(tuple(part.flatten(0, 1) for part in (*parts, overlap)))
+    mixed, lost, topk_attention, overlap = (
         torch.cat(x).index_select(0, rows.back) for x in zip(*outputs, strict=True)
     )
     if sparse.loss:
-        # Tokens that pad a shard are all equal, so their divergence is 0.
-        lost, topk_attention = lost.sum(), topk_attention.detach()
-        if running_node_number() is None:  # not in a recomputation
-            computed = topk_attention >= 0
+        lost = lost.sum()  # tokens that pad a shard are all equal, so their divergence is 0
+    if running_node_number() is None:  # not in a recomputation
+        if sparse.loss:
             sparse.losses.append(lost)
-            sparse.topk_attention.append(
-                torch.stack([topk_attention.where(computed, 0).sum(), computed.sum()])
-            )
+            sparse.topk_attention.append(_sum_and_count(topk_attention.detach()))
+        if recorded is not None:
+            sparse.overlap.append(_sum_and_count(overlap))
     return mixed
+
+
+def _sum_and_count(shares: Tensor) -> Tensor:
+    """Return the sum and the number [2] of the entries that were computed, which are not −1."""
+    computed = shares >= 0
+    return torch.stack([shares.where(computed, 0).sum(), computed.sum()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,22 +352,30 @@ def _select_in_chunks(
     *,
     first: int = 0,
     recorded: Sequence[Tensor] = (),
-) -> Tensor:
-    """Select keys for all queries, chunk by chunk, and return their positions [B, L, k] int32. See
+) -> tuple[Tensor, Tensor]:
+    """Select keys for all queries, chunk by chunk. Returns their positions [B, L, k] int32, and the
+    share [B, L] of an engine's selection that the indexer also selects, or −1 without one. See
     `_apply_in_chunks` for `first`. `recorded` is either empty or a list with one element, the
     bitmaps [B, L, b] that an engine recorded. These replace the indexer's selection wherever they
     are nonzero."""
 
-    def chunk(first: int, query: Tensor, weight: Tensor, *others: Tensor) -> tuple[Tensor]:
+    def chunk(first: int, query: Tensor, weight: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
         *bitmaps, key = others
         scores = index_scores(query, weight, key)
-        for bitmap in bitmaps:
-            attended = _unpack_bits(bitmap, scores.shape[-1])
-            scores = scores.where(~attended.any(-1, keepdim=True), attended.to(scores.dtype))
         chosen = select_top_keys(first, scores, top_k)
-        return (nn.functional.pad(chosen, (0, top_k - chosen.shape[-1]), value=NONE),)
+        overlap = scores.new_full(chosen.shape[:2], -1)
+        for bitmap in bitmaps:
+            attended = _unpack_bits(bitmap, scores.shape[-1]).byte()
+            same = attended.gather(-1, chosen.clamp(min=0).long()).where(chosen != NONE, 0).sum(-1)
+            bits, replayed = attended.topk(chosen.shape[-1], sorted=False)
+            count = bits.sum(-1)
+            overlap = (same / count).where(count > 0, -1)
+            chosen = replayed.where(bits > 0, NONE).int().where(count[..., None] > 0, chosen)
+        return nn.functional.pad(chosen, (0, top_k - chosen.shape[-1]), value=NONE), overlap
 
-    return _apply_in_chunks(chunk, [query, weight, *recorded], [key], size=size, first=first)[0]
+    inputs = [query, weight, *recorded]
+    chosen, overlap = _apply_in_chunks(chunk, inputs, [key], size=size, first=first)
+    return chosen, overlap
 
 
 def _unpack_bits(bitmap: Tensor, count: int) -> Tensor:

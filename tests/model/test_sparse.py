@@ -15,6 +15,7 @@ from keel.model.attention import Segments, use_packed_attention
 from keel.model.sparse.attention import (
     ChunkAttention,
     SparsePass,
+    _select_in_chunks,
     _sparse_layers,
     recorded_selection,
     use_sparse_attention,
@@ -278,3 +279,40 @@ def test_unrecorded_rows_use_the_live_selection() -> None:
     some = replayed(recorded)
     assert not torch.allclose(some[:22], live[:22], atol=1e-3)
     torch.testing.assert_close(some[22:], live[22:])
+
+
+def test_overlap_is_the_share_that_the_indexer_also_selects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, length = ours(theirs()).train(), 24
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = [torch.randint(3, VOCAB, (1, length), generator=torch.Generator().manual_seed(1))]
+    selections: list[Tensor] = []
+
+    def remember(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        chosen, overlap = _select_in_chunks(*args, **options)
+        selections.append(chosen[0])
+        return chosen, overlap
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr("keel.model.sparse.attention._select_in_chunks", remember)
+        run(model, ids, SparsePass())
+    own = torch.stack(selections, 1).numpy()  # [T, L, k]
+
+    def overlap(recorded: NDArray[np.uint8]) -> list[list[float]]:
+        selection = recorded_selection(model, recorded, np.arange(length))
+        sparse = SparsePass(chunk=5, recorded_LNb=selection)
+        run(model, ids, sparse).sum().backward()
+        return torch.stack(sparse.overlap).tolist()
+
+    bits = np.unpackbits(bitmaps(own), axis=-1, bitorder="little", count=length).astype(bool)
+    assert overlap(np.packbits(bits, axis=-1, bitorder="little")) == [[length, length]] * LAYERS
+    for token in range(TOP_K, length):  # another position instead of a selected one
+        bits[token, 0, bits[token, 0].argmax()] = False
+        others = ~bits[token, 0] & (np.arange(length) <= token)
+        others[own[token, 0]] = False
+        bits[token, 0, others.argmax()] = True
+    bits[:TOP_K] = False  # not recorded
+    (total, count), _ = overlap(np.packbits(bits, axis=-1, bitorder="little"))
+    assert count == length - TOP_K
+    assert total == pytest.approx(count * (TOP_K - 1) / TOP_K)

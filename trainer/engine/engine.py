@@ -291,6 +291,7 @@ class TrainerEngine:
             entropy_sum=output.entropy.sum(),
             own_tokens=len(output.entropy),
             topk_attention=output.topk_attention,
+            selection_overlap=output.selection_overlap,
             indexer_loss=output.indexer_loss.detach(),
             learning_indexers=network.learning_indexers,
             kept_mass=kept_mass,
@@ -546,6 +547,7 @@ class _MicroBatchResults:
     own_tokens: int
     """Number r of sampled tokens that this rank predicts."""
     topk_attention: Tensor
+    selection_overlap: Tensor
     indexer_loss: Tensor
     learning_indexers: int
     kept_mass: Tensor
@@ -569,6 +571,9 @@ class _MicroBatchResults:
             count = self.tokens * self.learning_indexers
             values["indexer/kl"] = Mean(float(self.indexer_loss), count)
         values |= _indexer_metrics(self.topk_attention) | kept_mass_metrics(self.kept_mass)
+        share, queries = self.selection_overlap.tolist()
+        if queries:
+            values["selection/overlap"] = Mean(share, queries)
         if self.shard.rank == 0:  # its group has the same
             values |= self.policy.metrics
             if self.micro_batch.follows is not None:

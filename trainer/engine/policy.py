@@ -117,10 +117,11 @@ class PolicyNetwork(nn.Module):
                 log_mass = inputs.head.kept_mass(hidden, head, logp, temperature=self.temperature)
         indexer_loss = sparse.loss_sum() if sparse.losses else hidden.new_zeros(())
         none = hidden.new_zeros(2, dtype=torch.float32)
-        topk_attention = (
-            torch.stack(sparse.topk_attention).sum(0) if sparse.topk_attention else none
+        topk_attention, overlap = (
+            torch.stack(layers).sum(0) if layers else none
+            for layers in (sparse.topk_attention, sparse.overlap)
         )
-        return PolicyOutput(logp, entropy, log_mass, indexer_loss, topk_attention)
+        return PolicyOutput(logp, entropy, log_mass, indexer_loss, topk_attention, overlap)
 
     def keep_routing(
         self, inputs: Inputs, *, enabled: bool = True
@@ -157,6 +158,8 @@ class PolicyOutput(NamedTuple):
     """[], loss of the indexers, summed over layers and tokens."""
     topk_attention: Tensor
     """[2], attention within the indexers' top k (`SparsePass.topk_attention`), over all layers."""
+    selection_overlap: Tensor
+    """[2], overlap of recorded and own selections (`SparsePass.overlap`), over all layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

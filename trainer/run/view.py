@@ -25,6 +25,7 @@ _METRICS = (
     ("mismatch/ratio_max", "largest ratio", "{:.3f}", ""),
     ("sampling/kept_mean", "sampling mask", "{:.1f} ids", ""),
     ("routing/overlap", "routing overlap", "{:.4f}", ""),
+    ("selection/overlap", "selection overlap", "{:.4f}", ""),
     ("mask/sequence_fraction", "sequences masked", "{:.2%}", ""),
     ("staleness/mean", "steps behind", "{:.2f}", ""),
     ("entropy/kept", "entropy", "{:.3f}", ""),

@@ -267,9 +267,12 @@ def test_policy_replays_selections_and_reference_does_not() -> None:
             references = References(device, None)
             references.add_frozen(network)
             return references.logp(inputs)
-        logp, _, _, indexers, _ = network.train()(inputs=inputs)
-        assert indexers.requires_grad and indexers > 0
-        return logp.detach()
+        output = network.train()(inputs=inputs)
+        assert output.indexer_loss.requires_grad and output.indexer_loss > 0
+        share, queries = output.selection_overlap.tolist()
+        recorded = 0 if inputs.selected_NLb is None else inputs.selected_NLb.any(-1).sum()
+        assert queries == recorded and (0 < share < queries or not queries)
+        return output.logp.detach()
 
     (live,), (recorded,) = sparse_step(None).micro_batches, sparse_step(latest(TOP_K)).micro_batches
     assert not torch.allclose(logp(recorded), logp(live), atol=1e-3)
