@@ -203,10 +203,14 @@ def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
+def load_policy(
+    path: str, dtype: torch.dtype | str, *, new_indexers: bool = False
+) -> PreTrainedModel:
     """Load a causal language model from a local folder or the hub onto the CPU, dequantizing FP8
-    weights. Raises ConfigError if it can't be loaded or if any weights are NaN or infinite."""
-    config = load_model_config(path)
+    weights. With `new_indexers`, missing indexers are drawn from PyTorch's global generator, which
+    must have the same seed on all ranks. Raises ConfigError if the model can't be loaded or if any
+    weights are NaN or infinite."""
+    config = load_model_config(path, new_indexers=new_indexers)
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     options = hub_options(path)
     try:
@@ -342,15 +346,25 @@ def precision(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tens
     return convert
 
 
-def load_model_config(path: str) -> PreTrainedConfig:
-    """Load a model's config. Raises ConfigError if it is not a causal language model."""
+def load_model_config(path: str, *, new_indexers: bool = False) -> PreTrainedConfig:
+    """Load a model's config. With `new_indexers`, a DeepSeek-V3 model becomes a DeepSeek-V3.2 model
+    with indexers of the published sizes, unless config.json has others. Raises ConfigError if it is
+    not a causal language model."""
     check_path(path)
     check_folder(path)
     content = _read_config(path)
+    rotates_pairs = content.get("rope_interleave", True)  # as DeepSeek-V3.2 always does
+    extended = new_indexers and content["model_type"] == "deepseek_v3" and rotates_pairs
+    if extended:
+        content = {name: value for name, value in content.items() if name != "auto_map"}
+        content |= {"model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]}
     if (kind := content["model_type"]) not in CONFIG_MAPPING and "auto_map" not in content:
         raise ConfigError(f"{path!r}: models of type {kind} are not in transformers. {KNOWN}")
     try:
-        config = AutoConfig.from_pretrained(path, **hub_options(path))
+        if extended:
+            config = CONFIG_MAPPING[kind].from_dict(content)
+        else:
+            config = AutoConfig.from_pretrained(path, **hub_options(path))
     except Exception as error:  # families raise anything
         raise _unreadable(f"configuration of {path!r}", error) from error
     if kind == "deepseek_v32" and type(config).__name__ == "DeepseekV3Config":

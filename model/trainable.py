@@ -27,10 +27,12 @@ from keel.model.hub import (
     format_error,
     fp8_block,
     hub_options,
+    local_folder,
     missing_weights,
+    stored_tensors,
     tensors_named,
 )
-from keel.model.load import ModelFacts, facts_of, readable_tensors
+from keel.model.load import ModelFacts, facts_of, load_model_config, readable_tensors
 from keel.model.logprobs import install_support_head
 from keel.model.lora import MLP
 from keel.model.routing import router_modules
@@ -39,6 +41,7 @@ from keel.model.sparse.attention import use_sparse_attention
 _LAYER = re.compile(r".*?\.\d+\.")
 _LAYER_LISTS = ("layers", "h")
 """Possible names of the list of decoder layers. GPT-2 uses "h"."""
+_INDEXER = ".indexer."
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 _ROWS = 256
 _RENAMED = 0.01
@@ -46,10 +49,13 @@ _RENAMED = 0.01
 renamed."""
 
 
-def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
-    """Compute facts about a model, and check that it can be trained. Raises ConfigError if the
-    trainer does not support it, if transformers cannot build it, if its weights are quantized in an
-    unsupported format, or if the weights at `path` do not match its config."""
+def trainable_facts(
+    path: str, config: PreTrainedConfig, *, new_indexers: bool = False
+) -> ModelFacts:
+    """Compute facts about a model, and check that it can be trained. With `new_indexers`, the
+    weights may lack all indexers. Raises ConfigError if the trainer does not support it, if
+    transformers cannot build it, if its weights are quantized in an unsupported format, or if the
+    weights at `path` do not match its config."""
     try:
         _check_trainable(path, config)
         fp8_block(path, config.to_dict())
@@ -62,8 +68,17 @@ def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
             f"({type(error).__name__}: {format_error(error)}). {KNOWN}"
         ) from error
     if Path(path).is_dir() and not missing_weights(path):  # otherwise reported elsewhere
-        _check_weights_fit(path, config)
+        _check_weights_fit(path, config, new_indexers=new_indexers)
     return facts
+
+
+def lacks_indexers(path: str) -> bool:
+    """Return True if a model has no indexers, by its weights or, if they are not on this machine,
+    by its config."""
+    folder = str(local_folder(path) or "")
+    if not folder or missing_weights(folder):
+        return load_model_config(path).model_type == "deepseek_v3"
+    return not any(_INDEXER in name for name in stored_tensors(folder, "np"))
 
 
 def _check_trainable(path: str, config: PreTrainedConfig) -> None:
@@ -90,14 +105,14 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     raise ValueError(f"{type(model).__name__}: the decoder has no list of layers named {names}")
 
 
-def _check_weights_fit(path: str, config: PreTrainedConfig) -> None:
+def _check_weights_fit(path: str, config: PreTrainedConfig, *, new_indexers: bool) -> None:
     """Check tensor names and shapes, because transformers would randomly initialize missing tensors
     and ignore unused ones."""
     if config.get_text_config() is not config:
         return
     tensors = readable_tensors(path, "np")
     shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
-    if mismatch := _find_mismatch(path, config, shapes):
+    if mismatch := _find_mismatch(path, config, shapes, new_indexers=new_indexers):
         raise ConfigError(
             f"model.path = {path!r}: the weights do not match config.json (model_type "
             f"{config.model_type}, {config.num_hidden_layers} layers): {mismatch}. Download both "
@@ -115,7 +130,11 @@ def _check_weights_fit(path: str, config: PreTrainedConfig) -> None:
 
 
 def _find_mismatch(
-    path: str, config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]
+    path: str,
+    config: PreTrainedConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    new_indexers: bool,
 ) -> str:
     config = deepcopy(config)
     if hasattr(config, "quantization_config"):
@@ -133,7 +152,9 @@ def _find_mismatch(
     except RuntimeError:  # transformers stacks the tensors of experts
         return "some experts are missing, or their tensors have different shapes"
     names = [*model.state_dict()]
-    if missing := sorted(report["missing_keys"]):
+    missing = sorted(report["missing_keys"])
+    initialized = new_indexers and missing == sorted(name for name in names if _INDEXER in name)
+    if missing and not initialized:
         return f"{len(missing)} of {len(names)} tensors are missing, such as {missing[0]}"
     for name, found, expected in sorted(report["mismatched_keys"]):
         return f"{name} has shape {list(found)}, not {list(expected)}"

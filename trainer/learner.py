@@ -378,9 +378,10 @@ class TrainerWorker:
         disable_progress_bar()
         dtype = compute_dtype(self._config, torch.device("cuda" if self._gpu else "cpu"))
         if self._rank < self._config.trainer.reading_ranks:
-            torch.manual_seed(self._config.run.seed)  # for weights missing from the folder
+            torch.manual_seed(self._config.run.seed)  # for indexers missing from the folder
             with suppress(Exception):  # `start` reads it again and raises
-                self._model = load_policy(self._model_path, dtype)
+                warm_up = self._config.trainer.attention == "warm-up"
+                self._model = load_policy(self._model_path, dtype, new_indexers=warm_up)
 
     def location(self, mark: str) -> RankLocation:
         """Describe this process and the `mark` file in the run folder, as this node sees it."""

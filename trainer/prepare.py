@@ -35,7 +35,13 @@ from keel.model.load import (
 from keel.model.tiny.build import model_config
 from keel.model.tiny.cold_start import TAUGHT, taught_sources
 from keel.model.tiny.tokenizer import build_tokenizer
-from keel.model.trainable import check_adapters, check_ids, check_same_family, trainable_facts
+from keel.model.trainable import (
+    check_adapters,
+    check_ids,
+    check_same_family,
+    lacks_indexers,
+    trainable_facts,
+)
 from keel.rewards.checks import FAILED, check_prompts, check_spec, try_functions
 from keel.rewards.compose import REFUSAL, check_weights
 from keel.rewards.judge.specs import JUDGED_KINDS
@@ -241,6 +247,7 @@ def plan_model(
         fewer if machine.missing else "",
         changed,
         stale_mask_warning(config),
+        _new_indexers_warning(config),
         *_thinking_warnings(config, tokenizer),
         lacking and f"model.path = {path!r}: {lacking}; `keel train` needs them",
         *(
@@ -259,6 +266,16 @@ def plan_model(
     )
 
 
+def _new_indexers_warning(config: Config) -> str:
+    path = config.model.path
+    if config.trainer.attention != "warm-up" or path == TINY_MODEL or not lacks_indexers(path):
+        return ""
+    return (
+        f"model.path = {path!r} has no indexers: this warm-up starts from random ones "
+        f"(run.seed = {config.run.seed})"
+    )
+
+
 def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelFacts]:
     settings = config.model
     if settings.path == TINY_MODEL:
@@ -268,9 +285,10 @@ def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelF
         check_adapters(settings.lora, facts)
     else:
         name = settings.tokenizer or settings.path
-        model = load_model_config(settings.path)
+        warm_up = config.trainer.attention == "warm-up"
+        model = load_model_config(settings.path, new_indexers=warm_up)
         tokenizer = load_tokenizer(name, chats=chats, chat_template=settings.chat_template)
-        facts = trainable_facts(settings.path, model)
+        facts = trainable_facts(settings.path, model, new_indexers=warm_up)
         check_adapters(settings.lora, facts)
         check_model_type(config, model.model_type)
         if settings.batch_invariant:

@@ -21,6 +21,7 @@ from keel.rl.types import StepResult
 from keel.trainer import sft
 from keel.trainer.prepare import Task, _text_encoder, prepare
 from keel.trainer.run.checkpoint import State, save
+from tests.model.families import build
 from tests.trainer.placement.shapes import machine
 
 
@@ -242,6 +243,23 @@ def test_recipes_of_the_report_run_in_small(
     small |= {"text": f"sft.sources[text].path={tmp_path}", "dir": f"run.dir={tmp_path}"}
     task = prepare(name, [*small.values()], supervised=True)
     assert task.config.trainer.lr == trainer.lr and len(batches_of(task).take()) > 0
+
+
+def test_dense_base_can_be_warmed_up(tmp_path: Path) -> None:
+    folder, tokenizer = tmp_path / "base", build_tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 128}
+    build("deepseek_v3", **sizes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    content = json.loads((folder / "config.json").read_text()) | {"index_topk": 8}
+    (folder / "config.json").write_text(json.dumps(content))
+    knobs = [f"model.path={folder}", "sft.max_context_tokens=64"]
+    task = prepare(
+        recipe(tmp_path, text=True), [*knobs, "trainer.attention=warm-up"], supervised=True
+    )
+    assert (task.facts.architecture, task.facts.index_top_k) == ("DeepseekV32ForCausalLM", 8)
+    assert any("no indexers" in line for line in task.warnings)
+    plain = prepare(recipe(tmp_path, text=True), knobs, supervised=True)
+    assert plain.facts.architecture == "DeepseekV3ForCausalLM"
 
 
 def test_plan_on_gpus_has_a_time(tmp_path: Path) -> None:

@@ -110,7 +110,8 @@ class TrainerEngine:
         """The tokens on this rank that made the gradient of the last `step` non-finite."""
         self._shard = Shard.join(trainer.sequence_parallel)
 
-        load = partial(load_policy, model_path, dtype)
+        warm_up = trainer.attention == "warm-up"
+        load = partial(load_policy, model_path, dtype, new_indexers=warm_up)
         model, outline = read_once(load, dtype, readers=trainer.reading_ranks, loaded=loaded)
         if config.model.lora.enabled:
             add_adapters(model, config.model.lora, seed=config.run.seed)

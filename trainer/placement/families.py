@@ -185,7 +185,7 @@ def check_trainer(config: Config, facts: ModelFacts, spec: GpuSpec, *, gpu: bool
     if trainer.attention == "warm-up" and not facts.index_top_k:
         raise ConfigError(
             f"trainer.attention = 'warm-up': {facts.architecture} (model.path = {name!r}) has no "
-            f"indexer. Use a deepseek_v32 model ({_SPARSE_ATTENTION}; for the tiny model, "
+            "indexer. Use a deepseek_v3 or deepseek_v32 model (for the tiny model, "
             "model.tiny.family=deepseek_v32), or leave trainer.attention out"
         )
     if trainer.share_prompts and (reason := no_sharing_reason(config, facts)):

@@ -130,11 +130,11 @@ def reading(stage: int, *, model: str = "untied", **changes: Any) -> Scenario:
         expected = dict(checkpoint_tensors(whole))
         read, blind = list[str](), list[int]()
 
-        def load(path: str, dtype: torch.dtype) -> Any:
+        def load(path: str, dtype: torch.dtype, **options: bool) -> Any:
             read.append(path)
             if ranks.rank in blind:
                 raise OSError("stale file handle") if stage else ConfigError("there is nothing")
-            return load_policy(path, dtype)
+            return load_policy(path, dtype, **options)
 
         def unset(shape: tuple[int, ...], *, dtype: torch.dtype) -> Any:
             return torch.full(shape, torch.nan, dtype=dtype)
