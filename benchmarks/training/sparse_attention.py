@@ -5,9 +5,9 @@
 
 Attention and its projections on one context of each length, bfloat16, random weights: forward, and
 with backward for all gradients, in µs per token (median over rounds after a first one). *sparse*
-attends to the indexer's selection, *with loss* also trains the indexer, *dense* is
-`trainer.attention: dense`, and *expanded* is DeepSeek-V3's attention with keys of every head.
-Compare with Figure 3 of DeepSeek-V3.2 (2025): the price of a token over its position, in inference.
+attends to the indexer's selection, *with loss* also trains the indexer, *dense* and *warm-up* are
+these values of `trainer.attention`, and *expanded* is DeepSeek-V3's attention with keys of every
+head. In the warm-up, only the indexer has gradients.
 """
 
 import statistics
@@ -29,6 +29,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sparse": ("deepseek_v32", {}),
     "with loss": ("deepseek_v32", {"loss": True}),
     "dense": ("deepseek_v32", {"dense": True}),
+    "warm-up": ("deepseek_v32", {"dense": True, "loss": True}),
     "expanded": ("deepseek_v3", {}),
 }
 
@@ -46,6 +47,10 @@ def measure(case: str, length: int, rounds: int, *, small: bool) -> tuple[float,
     use_sparse_attention(model)
     use_packed_attention(model)
     layer: Any = model.model.layers[0].self_attn
+    if case == "warm-up":
+        layer.requires_grad_(False)
+        layer.indexer.requires_grad_(True)
+        hidden.requires_grad_(False)
     segments = Segments.of([length], device)
 
     def forward() -> Tensor:
@@ -68,12 +73,13 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16_384, 65_536, 131_072])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
     parser.add_argument("--small", action="store_true", help="use small sizes on a CPU")
     options = parser.parse_args()
     print(", ".join(f"{name} {value}" for name, value in run_facts().items()), flush=True)
     print("| context | attention | forward, µs | forward and backward, µs |\n|---|---|---|---|")
     for length in options.lengths:
-        for case in CASES:
+        for case in options.cases:
             torch.cuda.empty_cache()  # memory of the last case
             try:
                 times = measure(case, length, options.rounds, small=options.small)
