@@ -66,8 +66,8 @@ class TrainerConfig(Section, path="trainer"):
     attention: Literal["sparse", "warm-up", "dense"] = "sparse"
     """How models with sparse attention are trained. Other models ignore it
     (docs/sparse-attention.md). sparse: train everything, which rollouts require because engines
-    attend sparsely. warm-up: train only the indexers, from dense attention. dense: train everything
-    except the indexers, with dense attention."""
+    attend sparsely. warm-up: train only the indexers, from dense attention; a DeepSeek-V3 model
+    gets random ones first. dense: train everything except the indexers, with dense attention."""
     indexer_loss: float = knob(1.0, ge=0)
     """Weight of the indexer loss (DeepSeek-V3.2, Eq. 3 and 4): summed over layers, averaged over
     the tokens of a step. It trains the indexers only. 0: leave them unchanged."""
