@@ -402,6 +402,7 @@ def facts_of(config: PreTrainedConfig) -> ModelFacts:
     balanced = experts and getattr(text, "output_router_logits", False)
     kv_heads, kv_width, head_size = _cache_shape(text)
     linear_layers, linear_width, state_size = _linear_shape(text)
+    indexers = sum(p.numel() for name, p in parameters.items() if ".indexer." in name)
     facts = _FACTS[key] = ModelFacts(
         architecture=type(model).__name__,
         layers=text.num_hidden_layers,
@@ -421,9 +422,9 @@ def facts_of(config: PreTrainedConfig) -> ModelFacts:
         kv_width=kv_width,
         head_size=0 if getattr(text, "kv_lora_rank", None) else head_size,
         kv_heads=kv_heads,
-        index_top_k=getattr(text, "index_topk", None) or 0,
-        index_width=getattr(text, "index_head_dim", None) or 0,
-        indexer_parameters=sum(p.numel() for name, p in parameters.items() if ".indexer." in name),
+        index_top_k=(indexers and getattr(text, "index_topk", None)) or 0,
+        index_width=(indexers and getattr(text, "index_head_dim", None)) or 0,
+        indexer_parameters=indexers,
         full_attention=full_attention(text),
         linear_layers=linear_layers,
         linear_width=linear_width,

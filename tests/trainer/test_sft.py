@@ -259,7 +259,7 @@ def test_dense_base_can_be_warmed_up(tmp_path: Path) -> None:
     assert (task.facts.architecture, task.facts.index_top_k) == ("DeepseekV32ForCausalLM", 8)
     assert any("no indexers" in line for line in task.warnings)
     plain = prepare(recipe(tmp_path, text=True), knobs, supervised=True)
-    assert plain.facts.architecture == "DeepseekV3ForCausalLM"
+    assert (plain.facts.architecture, plain.facts.index_top_k) == ("DeepseekV3ForCausalLM", 0)
 
 
 def test_plan_on_gpus_has_a_time(tmp_path: Path) -> None:
