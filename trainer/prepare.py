@@ -214,7 +214,7 @@ def _with_rewards(model: PlannedModel) -> Task:
 
 
 def plan_model(
-    config: Config, open_knobs: frozenset[str], hardware: DetectHardware, *, chats: bool = True
+    config: Config, open_knobs: frozenset[str], hardware: DetectHardware, *, chats: bool
 ) -> PlannedModel:
     """Load the model's config and tokenizer, and choose values for `open_knobs`. Set `chats` if a
     chat template is required. Raises ConfigError if the model can't be used."""
