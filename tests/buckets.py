@@ -4,12 +4,14 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from keel.weights.channel import (
     ALIGNMENT,
     Bucket,
     FlatBucket,
+    HostData,
     TensorEntry,
     unpack_flat,
 )
@@ -36,9 +38,13 @@ def pack_flat(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Itera
 
 def pack_buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
     for entries, flat in pack_flat(tensors, bucket_bytes):
-        yield Bucket(entries=entries, data=flat.cpu().numpy())
+        yield Bucket(entries=entries, data=HostData(flat.cpu().numpy()))
 
 
 def unpack_bucket(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    assert isinstance(bucket.data, np.ndarray)
-    return unpack_flat(bucket.entries, torch.from_numpy(bucket.data.copy()))
+    return unpack_flat(bucket.entries, torch.from_numpy(data_of(bucket).copy()))
+
+
+def data_of(bucket: Bucket) -> NDArray[np.uint8]:
+    assert isinstance(bucket.data, HostData)
+    return bucket.data.array

@@ -484,10 +484,10 @@ class TrainerWorker:
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
         """Put the weights into Ray's object store from rank 0, one bucket at a time."""
-        from keel.weights.channel import Bucket  # noqa: PLC0415  (loads torch)
+        from keel.weights.channel import Bucket, HostData  # noqa: PLC0415  (loads torch)
 
         return [
-            ray_timeouts.put(Bucket(entries=entries, data=flat.cpu().numpy()))
+            ray_timeouts.put(Bucket(entries=entries, data=HostData(flat.cpu().numpy())))
             for entries, flat in self.engine.buckets(requested=self._rank == 0)
         ]
 

@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -59,19 +59,19 @@ class TensorEntry(NamedTuple):
         return prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class ChannelData:
-    """Tells the engine that a bucket's bytes will follow on its `Channel`."""
+class BucketData(Protocol):
+    """The bytes of a bucket, or where an engine's worker finds them."""
 
-    size: int
+    checked: ClassVar[bool]
+    """True if the bytes are part of the update's checksum."""
 
+    def read(self, receiver: Receiver, *, to_device: bool, keep: bool) -> Tensor:
+        """Return the bytes [size] uint8. Unless `to_device` is set, they may be in host memory.
+        With `keep`, they stay valid until the next bucket is read, otherwise until `release`."""
+        ...
 
-@dataclass(frozen=True, slots=True)
-class SharedData:
-    """Location of a bucket's bytes on a GPU shared by sender and receiver (CUDA IPC)."""
-
-    handle: tuple[Any, ...]
-    size: int
+    def release(self) -> None:
+        """Allow the sender to overwrite the bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +79,7 @@ class Bucket:
     """Tensors packed into one flat buffer, as sent to an engine."""
 
     entries: tuple[TensorEntry, ...]
-    data: NDArray[np.uint8] | ChannelData | SharedData
-    """The bytes in host memory, or where to find them."""
+    data: BucketData
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +178,9 @@ class Channel:
         `check` raises an error if the engine has failed. See `_broadcast`."""
         self._broadcast(flat, check)
 
-    def receive(self, data: ChannelData) -> Tensor:
+    def receive(self, size: int) -> Tensor:
         """Receive the bytes of a bucket. See `_broadcast`."""
-        flat = torch.empty(data.size, dtype=torch.uint8, device=self._device)
+        flat = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._broadcast(flat, lambda: None)
         return flat
 
@@ -348,6 +347,64 @@ class SharedView:
             handle = with_local_index(data.handle, device.index)  # device numbers differ by process
             self._handle, self._buffer = data.handle, rebuild_cuda_tensor(*handle)
         return self._buffer[: data.size]
+
+
+@dataclass(slots=True)
+class Receiver:
+    """What an engine's worker needs to read the bytes of buckets."""
+
+    device: torch.device
+    channel: Channel | None = None
+    view: SharedView = field(default_factory=SharedView)
+
+
+@dataclass(frozen=True, slots=True)
+class HostData:
+    """Bytes in host memory, which came through Ray's object store."""
+
+    array: NDArray[np.uint8]
+    checked: ClassVar[bool] = False
+
+    def read(self, receiver: Receiver, *, to_device: bool, keep: bool) -> Tensor:
+        writeable = self.array.flags.writeable  # not in Ray's object store
+        flat = torch.from_numpy(self.array if writeable else self.array.copy())
+        return flat.to(receiver.device) if to_device else flat
+
+    def release(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelData:
+    """Bytes that will follow on the receiver's `Channel`."""
+
+    size: int
+    checked: ClassVar[bool] = True
+
+    def read(self, receiver: Receiver, *, to_device: bool, keep: bool) -> Tensor:
+        if receiver.channel is None:
+            raise ConnectionError("the weight channel is not open")
+        return receiver.channel.receive(self.size)
+
+    def release(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SharedData:
+    """Bytes on a GPU shared by sender and receiver (CUDA IPC)."""
+
+    handle: tuple[Any, ...]
+    size: int
+    checked: ClassVar[bool] = True
+
+    def read(self, receiver: Receiver, *, to_device: bool, keep: bool) -> Tensor:
+        flat = receiver.view.read(self, receiver.device)
+        if keep:
+            flat = flat.clone()
+            self.release()
+        return flat
+
+    def release(self) -> None:
+        torch.cuda.current_stream().synchronize()
 
 
 def gpu_id(device: torch.device) -> str:

@@ -17,7 +17,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
@@ -39,11 +38,9 @@ from keel.model.transformers_internals import unused_tensor_patterns
 from keel.weights.channel import (
     Bucket,
     Channel,
-    ChannelData,
     Checksum,
+    Receiver,
     Rendezvous,
-    SharedData,
-    SharedView,
     attempt,
     gpu_id,
     unpack_flat,
@@ -115,7 +112,7 @@ class WeightsExtension:
     distributed_init_method: str
 
     keel_channel: Channel | None = None
-    keel_view: SharedView
+    keel_receiver: Receiver
     keel_checksum: Checksum
     keel_tracer: LoadTracer | None = None
     keel_plan: CopyPlan | None = None
@@ -157,7 +154,8 @@ class WeightsExtension:
     def keel_begin_update(self, copies: bool = True) -> None:
         """Begin a weight update. If `copies` is set, the first one is recorded in order to build a
         copy plan."""
-        self.keel_checksum, self.keel_view = Checksum(), SharedView()
+        self.keel_checksum = Checksum()
+        self.keel_receiver = Receiver(self.device, self.keel_channel)
         if self.keel_plan is not None:
             with torch.inference_mode():
                 self.keel_plan.begin()
@@ -179,36 +177,22 @@ class WeightsExtension:
         tracer = self.keel_tracer
         assert tracer is not None
         loader_alone = self.keel_plan is None and tracer.refusal != ""
-        flat = self._keel_bytes(bucket, on_device=not loader_alone)
-        if not isinstance(bucket.data, np.ndarray):
+        flat = bucket.data.read(
+            self.keel_receiver, to_device=not loader_alone, keep=self.keel_plan is None
+        )
+        if bucket.data.checked:
             self.keel_checksum.add(flat)
         if self.keel_plan is not None:
             self.keel_plan.load(bucket.entries, flat)
-            if isinstance(bucket.data, SharedData):
-                torch.cuda.current_stream().synchronize()  # before the next one overwrites it
+            bucket.data.release()
             return
         watched = nullcontext() if loader_alone else tracer.bucket(bucket.entries, flat)
         with set_current_vllm_config(self.vllm_config), watched:
             self.model_runner.get_model().load_weights(unpack_flat(bucket.entries, flat))
 
-    def _keel_bytes(self, bucket: Bucket, *, on_device: bool) -> torch.Tensor:
-        if isinstance(bucket.data, ChannelData):
-            if self.keel_channel is None:
-                raise ConnectionError("the weight channel is not open")
-            return self.keel_channel.receive(bucket.data)
-        if isinstance(bucket.data, SharedData):
-            flat = self.keel_view.read(bucket.data, self.device)
-            if self.keel_plan is None:  # the loader may keep tensors until the next bucket
-                flat = flat.clone()
-                torch.cuda.current_stream().synchronize()
-            return flat
-        writeable = bucket.data.flags.writeable  # not from Ray's object store
-        flat = torch.from_numpy(bucket.data if writeable else bucket.data.copy())
-        return flat.to(self.device) if on_device else flat
-
     @torch.inference_mode()
     def keel_finish_update(self, checksum: int | None) -> None:
-        self.keel_view = SharedView()
+        self.keel_receiver = Receiver(self.device)
         if checksum not in (None, self.keel_checksum.value()):
             raise RuntimeError(
                 f"weight update: worker {self.rank} of the engine received corrupted "

@@ -60,7 +60,7 @@ from keel.trainer.placement.nodes import start_ray, stop_ray
 from keel.trainer.prepare import Task
 from keel.trainer.run.manifest import Entry, find_damage
 from keel.trainer.run.trajectory_files import saved_segments
-from keel.weights.channel import Bucket
+from keel.weights.channel import Bucket, HostData
 from keel.weights.sync import WeightSync
 from tests.rewards.judge.judge_server import good, running
 from tests.waiting import PATIENCE_S
@@ -128,7 +128,7 @@ class LocalLearner:
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
         return [
-            ray.put(Bucket(entries=entries, data=flat.cpu().numpy()))
+            ray.put(Bucket(entries=entries, data=HostData(flat.cpu().numpy())))
             for entries, flat in self.engine.buckets(requested=True)
         ]
 

@@ -72,7 +72,7 @@ def test_buckets_reach_every_worker(side: ThreadPoolExecutor, rendezvous: Rendez
     tensors = [(str(i), torch.randn(50, i + 1)) for i in range(7)]
     sums = [Checksum() for _ in range(3)]
     for entries, flat in pack_flat(tensors, 1500):
-        arriving = [side.submit(worker.receive, ChannelData(flat.numel())) for worker in workers]
+        arriving = [side.submit(worker.receive, flat.numel()) for worker in workers]
         sender.send(flat)
         copies = [arrived.result(timeout=PATIENCE_S) for arrived in arriving]
         for total, copy in zip(sums, [flat, *copies], strict=True):
@@ -128,7 +128,7 @@ def test_broken_channel_raises_connection_error(
     side: ThreadPoolExecutor, rendezvous: Rendezvous
 ) -> None:
     sender, worker = open_all(side, rendezvous, "broken")
-    arriving = side.submit(worker.receive, ChannelData(2**26))
+    arriving = side.submit(worker.receive, 2**26)
     time.sleep(0.05)  # it has usually begun
     sender.close()
     with pytest.raises(ConnectionError, match="channel broke"):

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from keel.rl.recordings import NO_ROUTE
-from tests.buckets import pack_buckets
+from keel.weights.channel import HostData
+from tests.buckets import data_of, pack_buckets
 from tests.rollout.remote_engine import update_kind
 
 pytestmark = pytest.mark.e2e
@@ -153,8 +154,9 @@ class Worker:
         self.extension.keel_begin_update(copies)
         planned = update_kind(self.extension) == "copies"
         for bucket in pack_buckets(tensors.items(), size):
-            data = np.array(bucket.data)
-            self.extension.keel_load_bucket(type(bucket)(entries=bucket.entries, data=data))
+            data = np.array(data_of(bucket))
+            copy = type(bucket)(entries=bucket.entries, data=HostData(data))
+            self.extension.keel_load_bucket(copy)
             if planned:
                 data[:] = 0x55  # the owner may reuse the bucket
         self.extension.keel_finish_update(None)

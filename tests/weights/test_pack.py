@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from keel.model.load import checkpoint_tensors, load_policy
 from keel.weights import sender
-from keel.weights.channel import ALIGNMENT, FlatBucket, unpack_flat
+from keel.weights.channel import ALIGNMENT, FlatBucket, HostData, Receiver, unpack_flat
 from keel.weights.sender import BucketPacker
-from tests.buckets import pack_buckets, unpack_bucket
+from tests.buckets import data_of, pack_buckets, unpack_bucket
 from tests.model.test_load import MOE_LAYERS, built
 
 SIZE = 6_000
@@ -181,20 +181,16 @@ def test_packing_round_trips(specs: list[tuple[list[int], torch.dtype]], bucket_
         assert torch.equal(packed, original)
     for bucket in buckets:
         assert all(entry.offset % ALIGNMENT == 0 for entry in bucket.entries)
-        assert len(bucket.entries) == 1 or len(bucket.data) <= bucket_bytes + ALIGNMENT
+        assert len(bucket.entries) == 1 or data_of(bucket).size <= bucket_bytes + ALIGNMENT
 
 
 @pytest.mark.parametrize("writeable", [True, False])
 def test_read_only_bytes_are_copied(writeable: bool) -> None:
-    from keel.weights.loader import WeightsExtension  # noqa: PLC0415  (loads vLLM)
-
-    (bucket,) = pack_buckets([("t", torch.zeros(4))], 1 << 20)
-    assert isinstance(bucket.data, np.ndarray)
-    if not writeable:
-        bucket.data.flags.writeable = False
-    flat = WeightsExtension()._keel_bytes(bucket, on_device=False)
+    data = HostData(np.zeros(16, np.uint8))
+    data.array.flags.writeable = writeable
+    flat = data.read(Receiver(torch.device("cpu")), to_device=False, keep=True)
     flat.view(torch.float32)[:4] = 1.0
-    assert (bucket.data.view(np.float32)[:4] == (1.0 if writeable else 0.0)).all()
+    assert (data.array.view(np.float32) == (1.0 if writeable else 0.0)).all()
 
 
 # The manifest.

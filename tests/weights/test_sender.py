@@ -18,9 +18,9 @@ from keel.rollout.engine.worker import EngineThread
 from keel.weights.channel import (
     Bucket,
     Channel,
-    ChannelData,
     Checksum,
     FlatBucket,
+    Receiver,
     Rendezvous,
     unpack_flat,
 )
@@ -69,8 +69,7 @@ class Sampler:
             self.channel.close()
         if self.trouble == "deaf":
             return
-        assert isinstance(bucket.data, ChannelData)
-        flat = self.channel.receive(bucket.data)
+        flat = bucket.data.read(Receiver(CPU, self.channel), to_device=True, keep=True)
         if self.trouble == "flips":
             flat[0] ^= 1
         self.checksum.add(flat)
