@@ -2,9 +2,9 @@
 fits the hardware. The values are saved, so that a resumed run keeps them.
 
 Among layouts within a factor `_TIE` of the fastest, the search prefers the lowest ZeRO stage, and
-then the lowest peak memory of a rank. Layouts that leave less spare memory than the error of the
-memory model are a fallback if nothing else fits. Keeping the optimizer in host memory is the last
-resort.
+then the lowest peak memory of a rank. Layouts that keep the optimizer in host memory, or that leave
+less spare memory than the error of the memory model, must be much faster than others
+(`_Strictness.gain`).
 """
 
 import json
@@ -97,9 +97,12 @@ class Layout:
     plan: Plan
     shared: bool
     cost: float  # seconds per step, including the compile time spread over all steps
+    reason: str = ""  # how many layouts were compared
 
 
 class _Strictness(NamedTuple):
+    gain: float = 1.0
+    """How many times as fast a layout must be as the best stricter one, to be chosen instead."""
     spare: float = 1.0  # safety factor for a rank's memory
     max_share: float = _MAX_SHARE
     offload: bool = False  # if True, the optimizer may be kept in host memory
@@ -109,8 +112,8 @@ class _Strictness(NamedTuple):
 
 _STRICTNESSES = (
     _Strictness(spare=memory.RANK_SPARE, max_share=_SHARE, fewer=False),
-    _Strictness(),
-    _Strictness(offload=True),
+    _Strictness(gain=1.2, spare=memory.RANK_SPARE, max_share=_SHARE, offload=True),
+    _Strictness(gain=1.5, offload=True),
 )
 
 
@@ -120,7 +123,6 @@ class LayoutSearch:
     ) -> None:
         self.config, self.open_knobs, self.hardware = config, open_knobs, hardware
         self.strictness = _STRICTNESSES[0]
-        self.candidates: list[Layout] = []  # the layouts that the last call of `best` considered
         self.gpus = sum(node.gpus for node in hardware.nodes) - config.rewards.judge.gpus
         """Total number of GPUs for engines and ranks."""
         self._facts, self._samples = facts, bool(config.data.sources)
@@ -305,13 +307,25 @@ class LayoutSearch:
         return [{knob: size} for size in reversed(worth)]
 
     def best(self) -> Layout | None:
-        for self.strictness in _STRICTNESSES:
-            self.candidates = [*self.iterate_fitting()]
-            if self.candidates:
-                fastest = min(layout.cost for layout in self.candidates)
-                tied = [layout for layout in self.candidates if layout.cost <= _TIE * fastest]
-                return min(tied, key=lambda each: (each.config.trainer.zero_stage, each.plan.peak))
-        return None
+        best = None
+        for strictness in _STRICTNESSES:
+            layout = self.fastest(strictness)
+            if layout and (best is None or strictness.gain * layout.cost < best.cost):
+                best = layout
+        return best
+
+    def fastest(self, strictness: _Strictness) -> Layout | None:
+        self.strictness = strictness
+        layouts = [*self.iterate_fitting()]
+        if not layouts:
+            return None
+        fastest = min(layout.cost for layout in layouts)
+        tied = [layout for layout in layouts if layout.cost <= _TIE * fastest]
+        best = min(tied, key=lambda each: (each.config.trainer.zero_stage, each.plan.peak))
+        reason = f"the estimate's fastest of {len(layouts)} layouts that fit"
+        if strictness.spare == 1.0:
+            reason += ", with less spare memory than the estimate's error"
+        return replace(best, reason=reason)
 
     def iterate_fitting(self) -> Iterator[Layout]:
         """Yield the layouts that fit in memory, skipping any that can't be the best."""
@@ -516,9 +530,7 @@ def choose(
         layout = search.best()
         if layout is None:
             raise search.explain_misfit()
-        reason = f"the estimate's fastest of {len(search.candidates)} layouts that fit"
-        if search.strictness.spare == 1.0:
-            reason += ", with less spare memory than the estimate's error"
+        reason = layout.reason
     knobs = flatten_config(layout.config)
     return Choice(
         config=layout.config,

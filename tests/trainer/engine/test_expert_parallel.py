@@ -193,8 +193,8 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "live reference, stage 2": referenced(2),
         "replayed reference, stage 3": referenced(3, ref_routing="replay"),
         "live reference, sequence, stage 3": referenced(3, sequence_parallel=2),
-        "deepseek_v32, stage 3, recomputed": training(
-            3, "deepseek_v32", activation_checkpointing=True
+        "deepseek_v32, stage 3, recomputed, offloaded": training(
+            3, "deepseek_v32", activation_checkpointing=True, offload_optimizer=True, resume=True
         ),
         "sparse reference, sequence, stage 3, recomputed": referenced(
             3, "deepseek_v32", sequence_parallel=2, activation_checkpointing=True
@@ -220,6 +220,7 @@ TRAINED = [name for name in SPREAD if name.split(",")[0] in FAMILIES]
 RESUMED = [
     *(f"qwen3_moe, stage {stage}" for stage in (0, 3)),
     "qwen3_moe, offloaded, stage 2",
+    "deepseek_v32, stage 3, recomputed, offloaded",
     "qwen3_moe, 4 ranks, stage 2",
 ]
 

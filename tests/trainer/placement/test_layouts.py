@@ -29,6 +29,7 @@ from keel.trainer.placement.elastic import ElasticLayouts
 from keel.trainer.placement.hardware import Hardware, Node, idle_nodes, place
 from keel.trainer.placement.layouts import (
     _CACHED,
+    _STRICTNESSES,
     _TIE,
     Choice,
     Layout,
@@ -96,9 +97,13 @@ def test_search_is_as_good_as_exhaustive(shape: str, gpus: int, gib: float, conf
     search = search_of(shape, gpus, gib, config)
     best = search.best()
     assert best is not None
-    layouts = exhaustive(search)
-    assert len(layouts) >= len([*search.iterate_fitting()])
-    assert best.cost <= _TIE * min(layout.cost for layout in layouts)
+    for strictness in _STRICTNESSES:
+        fastest = search.fastest(strictness)
+        layouts = exhaustive(search)
+        assert (fastest is None) == (not layouts)
+        if fastest is not None:
+            assert fastest.cost <= _TIE * min(layout.cost for layout in layouts)
+            assert best.cost <= strictness.gain * fastest.cost
 
 
 @pytest.mark.e2e
@@ -164,10 +169,14 @@ CHOICES: list[tuple[Any, ...]] = [
     # Engines that are fixed, or a judge, leave the rest to ranks.
     ("1.7b", 8, 79.0, THREE, {"rollout__engines": 3}, {"ranks": 5, "engines": 3}),
     # Five trajectories took 11 % less time than four.
-    ("30b-a3b", 1, 79.2, ODD, {}, {"micro_batch_tokens": 5 * 8192}),
+    ("30b-a3b", 1, 83.0, ODD, {}, {"micro_batch_tokens": 5 * 8192}),
     # ZeRO-2 has 7.5 GiB of buckets; ZeRO-1 has float16 gradients twice in an update.
     ("8b", 1, 178.0, FLOAT16, {}, {"zero_stage": 2}),
     ("0.6b", 1, 24.0, FLOAT16, {}, {"zero_stage": 1}),
+    # With the optimizer in host memory, micro-batches are five times as large and four times as
+    # fast; where that gains little, the optimizer stays.
+    ("1.7b", 1, 46.0, recipe(max_lag=1), {}, {"offload_optimizer": True}),
+    ("8b", 8, 79.0, recipe(), {}, {"offload_optimizer": False}),
     # Under ZeRO-1, an offloaded optimizer would hold gradients twice.
     ("8b", 1, 139.8, recipe(), {}, {"offload_optimizer": True, "zero_stage": 2}),
 ]
@@ -209,10 +218,11 @@ def test_resumed_run_keeps_its_choice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "engines", "ranks", "minutes"), [(16, 4, 64, 37), (32, 4, 192, 28), (64, 16, 256, 10)]
+    ("nodes", "engines", "ranks", "minutes"),
+    [(16, 4, 64, 37.2), (32, 8, 128, 20.5), (64, 16, 256, 9.7)],
 )
 def test_deepseek_v32_fits_as_documented(
-    nodes: int, engines: int, ranks: int, minutes: int
+    nodes: int, engines: int, ranks: int, minutes: float
 ) -> None:
     """The table in docs/scaling.md. On 16 nodes, only with the optimizer in host memory."""
     config, open_knobs = load_recipe("deepseek-v3.2-256x139", [f"run.nodes={nodes}"])
@@ -223,7 +233,7 @@ def test_deepseek_v32_fits_as_documented(
     assert (choice.config.rollout.engines, trainer.ranks) == (engines, ranks)
     assert trainer.offload_optimizer == (nodes == 16)
     assert RANK_SPARE * plan.peak <= gib * GIB and plan.engine.total <= 0.95 * gib * GIB
-    assert plan.time is not None and round(plan.time.total / 60) == minutes
+    assert plan.time is not None and round(plan.time.total / 60, 1) == minutes
 
 
 def on_host(memory_gib: float) -> Hardware:
