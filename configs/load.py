@@ -42,6 +42,8 @@ C = TypeVar("C", bound=Section)
 
 _MOST_VALUES = 100_000
 """Maximum number of values in a recipe after expanding its YAML aliases."""
+_REFERENCE, _MOST_REFERENCES = re.compile(r"(?<!\\)\$\{"), 40
+"""References of a recipe. More could multiply a text without limit, each doubling the last one."""
 _RESOLVER = re.compile(r"(?<!\\)\$\{\s*[\w.]+\s*:")
 """Matches a call of an OmegaConf resolver, such as `${oc.env:HOME}`."""
 _TAG = "tag:yaml.org,2002:"
@@ -134,6 +136,12 @@ def _resolve_references(
                 f"{where.get(key, recipe)}: {key}: ${{…:…}} would call a function or read the "
                 "environment. Refer to knobs only (write a literal ${ as \\${)"
             )
+    count = sum(len(_REFERENCE.findall(text)) for _, text in texts)
+    if count > _MOST_REFERENCES:
+        raise ConfigError(
+            f"{recipe}: {count} references such as ${{run.seed}}, more than the {_MOST_REFERENCES} "
+            "that a recipe may have. Write some values out"
+        )
     if not any("${" in text or text == "???" for _, text in texts):
         return tree
     from omegaconf import OmegaConf  # noqa: PLC0415  (imports slowly)

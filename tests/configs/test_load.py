@@ -173,12 +173,16 @@ def test_malformed_override_is_named(tmp_path: Path, override: str, message: str
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
 )
+DOUBLING = "run: {dir: x}\na0: '${run.dir}'\n" + "".join(
+    f"a{n}: '${{a{n - 1}}}${{a{n - 1}}}'\n" for n in range(1, 40)
+)
 
 
 @pytest.mark.parametrize(
     "text",
     [
         BOMB,
+        DOUBLING,
         "run: {dir: !!python/object/apply:os.system ['touch ran']}",
         "run: {dir: '${oc.env:HOME}'}",
         "run: {dir: '${oc.decode:[1]}'}",
