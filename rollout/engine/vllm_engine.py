@@ -162,11 +162,6 @@ class VllmEngine:
         index_top_k = getattr(text, "index_topk", 0)
         self._records_selection = spec.keep_selection and 0 < index_top_k < spec.max_model_len
         name = recorder_name(spec.config, gpu=not cpu, full_attention=full_attention(text))
-        if self._records_selection and name != "native":
-            raise ValueError(
-                f"algorithm.keep_selection = true: the {name} recorder does not record selections. "
-                "Leave rollout.recorder out, or set keep_selection: false"
-            )
         self._recorder = _RECORDERS[name](
             routes=self._records_routes,
             sampling_mask=self._records_masks and spec.config.sampling.truncated,

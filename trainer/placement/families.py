@@ -86,6 +86,8 @@ def check_engine(config: Config, facts: ModelFacts, *, gpu: bool, fp8: bool = Tr
             f"rollout.tensor_parallel = {wide}: with rollout.expert_parallel, it must divide the "
             f"{facts.experts} experts of a layer"
         )
+    if config.algorithm.keep_selection:
+        _check_selection(config, facts)
     if config.rollout.quantization:
         _check_quantization(config, facts, fp8=gpu and fp8)
     if not gpu and wide > 1:
@@ -105,6 +107,19 @@ def check_engine(config: Config, facts: ModelFacts, *, gpu: bool, fp8: bool = Tr
         )
 
 
+def _check_selection(config: Config, facts: ModelFacts) -> None:
+    if not facts.index_top_k:
+        raise ConfigError(
+            f"algorithm.keep_selection = True: {facts.architecture} has no indexer, "
+            "so there are no selections to replay. Leave it out"
+        )
+    if config.rollout.recorder == "packed":
+        raise ConfigError(
+            "rollout.recorder = 'packed': does not record selections (algorithm.keep_selection). "
+            "Leave it out"
+        )
+
+
 def _check_quantization(config: Config, facts: ModelFacts, *, fp8: bool) -> None:
     rollout, knob = config.rollout, "rollout.quantization = 'fp8'"
     if not fp8:
@@ -116,12 +131,12 @@ def _check_quantization(config: Config, facts: ModelFacts, *, fp8: bool) -> None
             f"{knob}: the hidden size of {facts.architecture}, {facts.hidden_size}, must be a "
             f"multiple of {_FP8_BLOCK}. Leave it out"
         )
+    lower = "Leave" if facts.row_inputs % _FP8_BLOCK else "Lower it, or leave"
     if facts.row_inputs % (_FP8_BLOCK * rollout.tensor_parallel):
         raise ConfigError(
             f"{knob}: the input sizes of {facts.architecture}'s layers are multiples of "
             f"{facts.row_inputs}, and each of rollout.tensor_parallel = {rollout.tensor_parallel} "
-            f"GPUs must hold a multiple of {_FP8_BLOCK}. Lower it, or leave out "
-            "rollout.quantization"
+            f"GPUs must hold a multiple of {_FP8_BLOCK}. {lower} out rollout.quantization"
         )
     # vLLM pads other experts, and then an update keeps the experts of all layers until it ends.
     if facts.expert_size % _FP8_BLOCK:

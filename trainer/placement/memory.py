@@ -384,6 +384,16 @@ def recordings_host_bytes(config: Config, facts: ModelFacts) -> float:
     return tokens * (_routes_bytes(config, facts) + selection_bytes(config, facts))
 
 
+def recordings_store_bytes(config: Config, facts: ModelFacts) -> float:
+    """Return the bytes of a step's routes and selections that an engine's node keeps in Ray's
+    object store until the ranks fetch them."""
+    sequences = config.algorithm.prompts_per_step * config.algorithm.group_size
+    tokens = -(-sequences // config.rollout.engines) * config.max_context
+    # Ids of up to 256 experts take one byte there (keel.rl.recordings).
+    routes = _routes_bytes(config, facts) / (2 if facts.experts <= 256 else 1)
+    return tokens * (routes + selection_bytes(config, facts))
+
+
 # Elements per token of a layer, in units of the compute dtype
 
 

@@ -218,6 +218,7 @@ def _rl_sections(
     sequences, steps = a.prompts_per_step * a.group_size, config.run.steps
     mask = "off" if a.mask_delta is None else f"δ = {a.mask_delta:g}"
     held = f", its mass held with weight {a.kept_mass_coef:g}" * bool(a.kept_mass_coef)
+    selects = f"; Keep Selection {'on' if a.keep_selection else 'off'}" * bool(facts.index_top_k)
     return sections | {
         "batch": [
             f"{a.prompts_per_step} prompts × {a.group_size} completions = {sequences} "
@@ -233,7 +234,7 @@ def _rl_sections(
         "stabilisers": [
             f"KL {a.kl}; sequence mask {mask}; "
             f"Keep Routing {_replay(bool(facts.moe_layers), a.keep_routing)}; "
-            f"Keep Sampling Mask {_replay(sampling.truncated, a.keep_sampling_mask)}{held}"
+            f"Keep Sampling Mask {_replay(sampling.truncated, a.keep_sampling_mask)}{held}{selects}"
         ],
     }
 
@@ -253,6 +254,9 @@ def _memory_lines(config: Config, facts: ModelFacts, plan: Plan, hardware: Hardw
             f"  it takes {gib(share * hardware.gpu_gib * GIB)} (rollout.gpu_memory_utilization = "
             f"{share:g}): its KV cache holds {held}"
         )
+    stored = memory.recordings_store_bytes(config, facts)
+    if gpu and stored >= GIB:
+        lines.append(f"  in Ray's object store, a step's recordings take at most {gib(stored)}")
     peak = f", peak {gib(plan.peak)}" if plan.peak < plan.trainer.total else ""
     lines.append(f"trainer rank: {plan.trainer}{peak}")
     if gpu and config.rollout.time_share:

@@ -100,6 +100,7 @@ BLOCKS = {"hidden_size": 896, "row_inputs": 256}
 SLICES = {**BLOCKS, "moe_layer_ids": (0,), "experts": 2, "expert_parameters": 2 * 3 * 896 * 256}
 """Experts with an intermediate size of 256."""
 SPARSE = {"architecture": "DeepseekV32ForCausalLM", "kv_width": 576}
+REPLAYED = replace(PLAIN, algorithm=replace(PLAIN.algorithm, keep_selection=True))
 
 
 _on_gpu, _on_cpu = partial(check_engine, gpu=True), partial(check_engine, gpu=False)
@@ -119,6 +120,7 @@ CASES: list[tuple[Callable[..., None], Config, dict[str, Any], dict[str, Any]]] 
     (_on_gpu, FP8, SLICES, {"expert_parameters": 2 * 3 * 896 * 128}),
     (_on_cpu, PLAIN, HEADS, SPARSE),
     (_on_gpu, PLAIN, SPARSE, {"kv_width": 80}),
+    (_on_gpu, REPLAYED, {**SPARSE, "index_top_k": 4}, {"index_top_k": 0}),
     (_in_trainer, parallel(expert_parallel=2), EXPERTS, {"experts": 9}),
     (_in_trainer, parallel(expert_parallel=2), EXPERTS, {"experts": 0}),
     (_in_trainer, parallel(expert_parallel=2), EXPERTS, {"architecture": "OlmoeForCausalLM"}),
@@ -141,6 +143,13 @@ def test_quantised_engines_need_a_gpu_with_fp8_units(hardware: dict[str, bool]) 
     config = with_rollout(quantization="fp8")
     with pytest.raises(ConfigError, match=r"rollout\.quantization = 'fp8': needs a GPU with FP8"):
         check_engine(config, replace(DENSE, **BLOCKS), **hardware)
+
+
+def test_packed_recorder_records_no_selections() -> None:
+    facts = replace(DENSE, **SPARSE, index_top_k=4)
+    config = replace(REPLAYED, rollout=RolloutConfig(recorder="packed"))
+    with pytest.raises(ConfigError, match=r"rollout\.recorder = 'packed'.*keep_selection"):
+        check_engine(config, facts, gpu=True)
 
 
 @pytest.mark.parametrize(("size", "suits"), [(128, True), (192, False)])

@@ -44,6 +44,7 @@ from keel.trainer.placement.memory import (
     offload_plan,
     peak_bytes,
     recordings_host_bytes,
+    recordings_store_bytes,
     trainer_memory,
 )
 from keel.trainer.placement.plan import Plan, make_plan, plan_on
@@ -249,6 +250,8 @@ def test_recorded_selections_take_memory_on_engines_ranks_and_hosts() -> None:
     assert [each["recordings"] / 8000 for each in ranks] == [routes, routes + 2 * 1000]
     hosts = [recordings_host_bytes(each, facts) for each in (plain, config)]
     assert hosts == [64 / 4 * 8000 * each for each in (routes, routes + 10 * 1000)]
+    stored = [recordings_store_bytes(each, facts) for each in (plain, config)]
+    assert stored == [64 * 8000 * each for each in (routes / 2, routes / 2 + 10 * 1000)]
     # Its share of the GPU is divided between the cache and the selections.
     rest = 1.1 * sum(without[name] for name in without if name != "KV cache") + GIB
     cache = engine["KV cache"] + engine["selections"]
