@@ -64,9 +64,9 @@ class RolloutConfig(Section, path="rollout"):
     """Precision of the engine's weights and compute. Empty: `model.dtype`."""
     quantization: Literal["", "fp8"] = ""
     """fp8: hold the weights of linear layers except routers, and of experts, in FP8 (E4M3) with one
-    float32 scale per block of 128×128, as DeepSeek's checkpoints do. Weights are quantized as they
-    are loaded and in every update, and inputs of these layers per token. Needs a GPU (Ada, Hopper
-    or newer)."""
+    scale per block of 128×128, a power of two if the checkpoint's scales are. Weights are quantized
+    as they are loaded and in every update, and inputs of these layers per token. Needs a GPU (Ada,
+    Hopper or newer)."""
     head_dtype: Literal["float32", "model"] = "float32"
     """Precision of the engine's logits. float32 matches the trainer: bfloat16 rounds a logit of 20
     by up to 0.06. model: the engine's dtype."""
