@@ -359,10 +359,13 @@ def _too_small_error(
     names = [*map(str, nodes[:_NAMED_NODES])] + ["…"] * (len(nodes) > _NAMED_NODES)
     free = ", ".join(names) or "no GPUs"
     knobs = ", ".join(kind.knobs for kind in placed)
+    fixes = f"Lower {knobs}"
+    if config.rollout.tensor_parallel == 1:  # an engine on a CPU is one process
+        fixes += " (one engine and one rank can share a GPU), or set run.device=cpu run.gpu_gib=0 "
+        fixes += "run.gpus_per_node=0"
     return ConfigError(
         f"the recipe {what} ({' and '.join(map(str, placed))}), and the cluster has {free} free"
-        f"{limits * bool(run.gpus_per_node)}. Lower {knobs} (one engine and one rank can share a "
-        "GPU), or set run.device=cpu run.gpu_gib=0 run.gpus_per_node=0"
+        f"{limits * bool(run.gpus_per_node)}. {fixes}"
     )
 
 

@@ -453,7 +453,20 @@ class LayoutSearch:
         return {knob: hundredths / 100} if hundredths >= 1 else None
 
     def explain_misfit(self) -> ConfigError:
-        """Explain why even the layout that uses the least memory doesn't fit."""
+        """Explain why no layout fits, and say how many nodes would be enough."""
+        error, nodes = self._smallest_misfit(), self.hardware.nodes
+        largest = max(nodes, key=lambda node: node.gpus)
+        for count in sorted({len(nodes) + 1, len(nodes) + 2, 2 * len(nodes), 4 * len(nodes)}):
+            more = tuple(replace(largest, name=f"node {i}", id=f"{i}") for i in range(count))
+            hardware = replace(self.hardware, nodes=more)
+            search = LayoutSearch(self.config, self.open_knobs, self._facts, hardware)
+            search.strictness = _STRICTNESSES[-1]
+            if next(search.iterate_fitting(), None):
+                return ConfigError(f"{error}. It would fit on {count} nodes like {largest.name}")
+        return error
+
+    def _smallest_misfit(self) -> ConfigError:
+        """Return the error for the layout that uses the least memory."""
         ways = (
             {**seats, **sizes[-1], **turns, **self.sequence_counts(seats, fewer=True)[-1]}
             for seats in self.placements

@@ -1,7 +1,9 @@
 """Estimate the memory and time of a run before it starts, and check that it fits."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
 
 from keel.configs.schema import Config, ConfigError, SamplingConfig
 from keel.model.load import ModelFacts
@@ -63,20 +65,48 @@ def _hint(config: Config, facts: ModelFacts, hardware: Hardware, limit: MemoryLi
         }
         more = "larger nodes"
     else:
-        splits = trainer.sequence_parallel < trainer.ranks and not facts.linear_layers
-        length = "rollout.sampling.max_tokens" if config.data.sources else "sft.max_context_tokens"
-        ways = {
-            "trainer.activation_checkpointing=true": not trainer.activation_checkpointing,
-            "trainer.zero_stage=3": trainer.zero_stage < 3,
-            "a higher trainer.sequence_parallel": splits,
-            "more trainer.ranks": trainer.ranks < sum(node.gpus for node in hardware.nodes),
-            "trainer.offload_optimizer=true": not trainer.offload_optimizer,
-            "a smaller trainer.micro_batch_tokens": trainer.micro_batch_tokens > config.max_context,
-            f"a smaller {length}": True,
-        }
+        ways = dict.fromkeys(_sufficient_changes(config, facts, hardware), True)
         more = "more or larger GPUs"
     useful = ", ".join(way for way, helps in ways.items() if helps)
+    if not useful:
+        return f"No change of a single knob saves enough. Use {more}"
     return f"Save {'host ' * (limit == 'host')}memory with {useful}, or use {more}"
+
+
+def _sufficient_changes(config: Config, facts: ModelFacts, hardware: Hardware) -> list[str]:
+    """Return the changes of single knobs that make the recipe fit, each with its first value that
+    is enough."""
+    trainer, factors = config.trainer, [2**n for n in range(1, 10)]
+    length, tokens = "rollout.sampling.max_tokens", config.rollout.sampling.max_tokens
+    if not config.data.sources:
+        length, tokens = "sft.max_context_tokens", config.sft.max_context_tokens
+    knobs: dict[str, list[Any]] = {
+        "trainer.activation_checkpointing": [True],
+        "trainer.zero_stage": [3],
+        "trainer.expert_parallel": [n for n in factors if n > trainer.expert_parallel],
+        "trainer.sequence_parallel": [n for n in factors if n > trainer.sequence_parallel],
+        "trainer.ranks": [n * trainer.ranks for n in factors],
+        "trainer.offload_optimizer": [True],
+        "trainer.micro_batch_tokens": [config.max_context],
+        length: [max(1, tokens // n) for n in factors],
+    }
+    changes: list[str] = []
+    for knob, values in knobs.items():
+        for value in values:
+            with suppress(ConfigError):
+                other = _with_knob(config, knob, value)
+                plan_placed(other, facts, hardware, place(other, hardware.idle))
+                changes.append(f"{knob}={str(value).lower()}")
+                break
+    return changes
+
+
+def _with_knob(section: Any, path: str, value: Any) -> Any:
+    """Return a copy of the section in which the knob at this path has the value."""
+    name, _, rest = path.partition(".")
+    return replace(
+        section, **{name: _with_knob(getattr(section, name), rest, value) if rest else value}
+    )
 
 
 def plan_on(config: Config, facts: ModelFacts, hardware: Hardware) -> Plan:

@@ -217,6 +217,14 @@ def test_resumed_run_keeps_its_choice() -> None:
     assert smaller.reason != _CACHED
 
 
+def chosen_v32(nodes: int, *overrides: str) -> Choice:
+    """Choose a layout of DeepSeek-V3.2 for nodes of eight H200s."""
+    config, open_knobs = load_recipe("deepseek-v3.2-256x139", list(overrides))
+    gib = config.run.gpu_gib
+    hardware = Hardware(gpu=True, nodes=tuple(idle_nodes(nodes, 8)), gpu_gib=gib, note="x")
+    return choose(config, open_knobs, facts_of(DeepseekV32Config()), hardware)
+
+
 @pytest.mark.parametrize(
     ("nodes", "engines", "ranks", "minutes"),
     [(16, 4, 64, 37.2), (32, 8, 128, 20.5), (64, 16, 256, 9.7)],
@@ -225,15 +233,32 @@ def test_deepseek_v32_fits_as_documented(
     nodes: int, engines: int, ranks: int, minutes: float
 ) -> None:
     """The table in docs/scaling.md. On 16 nodes, only with the optimizer in host memory."""
-    config, open_knobs = load_recipe("deepseek-v3.2-256x139", [f"run.nodes={nodes}"])
-    gib = config.run.gpu_gib
-    hardware = Hardware(gpu=True, nodes=tuple(idle_nodes(nodes, 8)), gpu_gib=gib, note="x")
-    choice = choose(config, open_knobs, facts_of(DeepseekV32Config()), hardware)
-    trainer, plan = choice.config.trainer, choice.plan
+    choice = chosen_v32(nodes)
+    trainer, plan, gib = choice.config.trainer, choice.plan, choice.config.run.gpu_gib
     assert (choice.config.rollout.engines, trainer.ranks) == (engines, ranks)
     assert trainer.offload_optimizer == (nodes == 16)
     assert RANK_SPARE * plan.peak <= gib * GIB and plan.engine.total <= 0.95 * gib * GIB
     assert plan.time is not None and round(plan.time.total / 60, 1) == minutes
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reason"),
+    [
+        (2, r"needs 17 GPU.*fit on 8 nodes"),
+        (3, r"No change of a single knob saves enough.*fit on 5 nodes"),
+        (
+            4,
+            r"memory with trainer\.expert_parallel=2, trainer\.sequence_parallel=2, or.*on 5 nodes",
+        ),
+    ],
+)
+def test_misfit_names_only_sufficient_changes(nodes: int, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as raised:
+        chosen_v32(nodes, "trainer.expert_parallel=1")
+    assert "run.device=cpu" not in str(raised.value)
+    if nodes == 4:
+        for fix in ("trainer.expert_parallel=2", "trainer.sequence_parallel=2"):
+            chosen_v32(nodes, "trainer.expert_parallel=1", fix)
 
 
 def on_host(memory_gib: float) -> Hardware:
