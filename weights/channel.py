@@ -351,7 +351,7 @@ class SharedView:
 
 @dataclass(slots=True)
 class Receiver:
-    """What an engine's worker needs to read the bytes of buckets."""
+    """State of an engine's worker that reads the bytes of buckets."""
 
     device: torch.device
     channel: Channel | None = None
