@@ -78,8 +78,12 @@ def read_stat(name: str) -> list[bytes]:
 def is_stopped(pid: int, *, descendants: bool = False) -> bool:
     """Return True if a process is stopped (SIGSTOP), or one of its `descendants` if they count
     too."""
-    tree = ((one, fields[0]) for one, fields, _ in walk_tree(pid))
-    return any(state == b"T" and (descendants or one == pid) for one, state in tree)
+    try:
+        if descendants:
+            return any(fields[0] == b"T" for _, fields, _ in walk_tree(pid))
+        return read_stat(str(pid))[0] == b"T"
+    except OSError:  # exited, or this process is out of open files or memory
+        return False
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
@@ -92,9 +96,10 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def kill_descendants(root: int) -> None:
-    """Kill all processes below `root`, which must not reap any of them meanwhile."""
-    end, previous = time.monotonic() + KILL_S, dict[int, bool]()
+def kill_descendants(root: int, seconds: float = KILL_S) -> None:
+    """Kill all processes below `root`, which must not reap any of them meanwhile, and wait up to
+    `seconds` until they have exited."""
+    end, previous = time.monotonic() + seconds, dict[int, bool]()
     while time.monotonic() < end:
         current = _descendants(root)
         # One scan can miss a process that changes parents meanwhile.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from keel.rl.supervisor import KILL_S, read_stat, walk_tree
@@ -170,9 +171,9 @@ def _kill_sandbox(pid: int, *, inside: bool) -> None:
         if inside:
             os.kill(pid, signal.SIGKILL)
             return
-        for process, _, _ in walk_tree(pid):
-            if process != pid:
-                os.kill(process, signal.SIGKILL)
+        for task in os.listdir(f"/proc/{pid}/task"):
+            for child in Path(f"/proc/{pid}/task/{task}/children").read_bytes().split():
+                os.kill(int(child), signal.SIGKILL)
 
 
 MEMORY_LIMITER = _MemoryLimiter()

@@ -27,6 +27,8 @@ if __name__ == "__main__":  # `-S` leaves out the folder of `keel`
 from keel.rl.supervisor import GRACE_S, STOPPED_POLLS, is_stopped, kill_descendants
 
 _POLL_S = 1.0
+_KILLED_S = 10.0
+"""Seconds for killed processes to exit. With `GRACE_S`, it is less than the owner's `EXIT_S`."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -60,8 +62,13 @@ def main(command: list[str]) -> None:
     server.terminate()
     with suppress(subprocess.TimeoutExpired):
         server.wait(GRACE_S)
-    kill_descendants(os.getpid())
-    print(server.poll(), flush=True)
+    kill_descendants(os.getpid(), _KILLED_S)
+    status = server.poll()
+    # In many containers, the first process would never reap them.
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    print(status, flush=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ def test_restarts_are_counted_within_a_period() -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("command", ["sleep 1000 & echo $!; wait", "sleep 1000 & echo $!"])
+@pytest.mark.parametrize(
+    "command", ["setsid sh -c 'echo $$; exec sleep 1000' & wait", "sleep 1000 & echo $!"]
+)
 def test_tree_is_killed_with_or_without_its_leader(command: str) -> None:
     leader = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, start_new_session=True)
     assert leader.stdout

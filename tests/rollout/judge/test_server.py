@@ -16,6 +16,7 @@ from keel.model.tiny.build import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rewards.judge.service import JudgeService
+from keel.rewards.sandbox.processes import adopt_orphans
 from keel.rl.types import Prompt
 from keel.rollout.judge import process, reaper
 from keel.rollout.judge.server import JudgeServer
@@ -170,6 +171,7 @@ def parent(pid: int) -> int:
         ("a child is stopped", (b"-9",)),
     ],
 )
+@adopt_orphans()  # as in a container whose first process reaps nothing
 def test_all_descendants_end(tmp_path: Path, event: str, statuses: tuple[bytes, ...]) -> None:
     pids, log, python = tmp_path / "pids", tmp_path / "log", [sys.executable, "-I", "-S"]
     with log.open("wb") as output:
@@ -185,6 +187,7 @@ def test_all_descendants_end(tmp_path: Path, event: str, statuses: tuple[bytes, 
     owner.wait(PATIENCE_S)
     children = [int(pid) for pid in pids.read_text().split()]
     command = parent(children[0])
+    reaper_pid = parent(command)
     assert all(alive(pid) for pid in [*children, command])
     if event == "the owner ends":
         owner.stdin.close()
@@ -193,4 +196,5 @@ def test_all_descendants_end(tmp_path: Path, event: str, statuses: tuple[bytes, 
     else:
         os.kill(command if event == "the command is stopped" else children[1], signal.SIGSTOP)
     assert owner.stdout.read().strip() in statuses  # ends with the reaper
-    assert not any(alive(pid) for pid in [*children, command])
+    os.waitpid(reaper_pid, 0)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in [*children, command])
