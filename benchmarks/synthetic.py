@@ -4,12 +4,12 @@ The cost of a training step does not depend on the values of tokens, probabiliti
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from keel.configs.schema import (
@@ -128,9 +128,16 @@ def with_even_routes(batch: MicroBatch, facts: ModelFacts, device: torch.device)
 class SyntheticEngine(TrainerEngine):
     """Trainer engine with random weights, drawn on the device of its rank."""
 
-    def __init__(self, model: PreTrainedConfig, config: Config, **ranks: Any) -> None:
+    def __init__(
+        self,
+        model: PreTrainedConfig,
+        config: Config,
+        *,
+        rank: int = 0,
+        store: Store | None = None,
+    ) -> None:
         gpu = torch.cuda.is_available()
         with torch.device("cuda" if gpu else "cpu"):
             dtype = getattr(torch, config.model.dtype) if gpu else torch.float32
             made = AutoModelForCausalLM.from_config(model, dtype=dtype)
-        super().__init__("made", config, loaded=made, **ranks)
+        super().__init__("made", config, rank=rank, store=store, loaded=made)

@@ -64,7 +64,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 TOGETHER = (
-    re.compile(r"tests/trainer/engine/test_(engine|windows|expert_parallel|hpz|one_rank)"),
+    re.compile(
+        r"tests/(trainer/engine/test_(engine|windows|expert_parallel|hpz|one_rank)"
+        r"|benchmarks/test_training)"
+    ),
     re.compile(
         r"tests/(rollout/(engine/test_(head_dtype|engine_args|vllm_engine)"
         r"|recording/test_(v1|hybrid)|vllm_fast)|weights/test_updates)"

@@ -83,9 +83,7 @@ def run(job: Job) -> None:
                 if engine is None:
                     first = replace(case, recompute=False)
                     config = first.config(facts.vocab_size)
-                    engine = SyntheticEngine(
-                        model, config, rank=job.rank, world_size=job.ranks, store=store
-                    )
+                    engine = SyntheticEngine(model, config, rank=job.rank, store=store)
                 put(job, measure(engine, case, facts, job))
             except Exception as error:  # the other cases still run
                 put(job, {"case": asdict(case), "name": str(case), "failed": repr(error)[:600]})
