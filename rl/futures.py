@@ -66,16 +66,17 @@ class LoopThread:
 
     def stop(self, finish: Coroutine[Any, Any, object], seconds: float = JOIN_S) -> bool:
         """Run `finish` for up to `seconds`, then end the thread. Returns False on timeout."""
+        future = self.submit(finish)
         try:
-            self.submit(finish).result(seconds)
-        except TimeoutError:
-            return False
+            if not wait([future], seconds).done:
+                return False
+            future.result()
+            return True
         finally:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(JOIN_S)
             if not self.loop.is_running():
                 self.loop.close()
-        return True
 
 
 async def cancel_tasks() -> None:

@@ -1,6 +1,7 @@
 """Types validate themselves, futures combine, and JSON is strict."""
 
 import json
+import threading
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from typing import Any
@@ -10,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.rl import strict_json
-from keel.rl.futures import failed, then, when_all
+from keel.rl import futures, strict_json
+from keel.rl.futures import LoopThread, failed, then, when_all
 from keel.rl.recordings import SamplingMasks
 from keel.rl.types import ScoredGroup
 from tests.rl.rollouts import prompt, scored, segment, trajectory
@@ -118,6 +119,23 @@ def test_then_chains_results_and_errors() -> None:
     ):
         with pytest.raises(KeyError):
             broken.result(timeout=1)
+
+
+def test_a_loop_thread_tells_its_time_limit_from_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    async def fail() -> None:
+        raise TimeoutError("of its own")
+
+    async def hang() -> None:
+        released.wait()
+
+    with pytest.raises(TimeoutError, match="of its own"):
+        LoopThread("failing").stop(fail())
+    assert LoopThread("ending").stop(futures.cancel_tasks())
+    monkeypatch.setattr(futures, "JOIN_S", 0.01)
+    assert not LoopThread("hanging").stop(hang(), 0.01)
+    released.set()
 
 
 @pytest.mark.parametrize(
