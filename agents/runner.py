@@ -26,7 +26,7 @@ _TRIES = 3
 """Maximum number of times that an episode is run if the node of its environment is lost."""
 _STARTING = 8
 """Maximum number of programs that start at the same time. More would slow each other down."""
-_CLOSE_S = 120.0  # not JOIN_S: environments are still closing, each within limits of its own
+_CLOSE_S = 120.0  # environments are still closing, each within limits of its own
 
 
 SubmitTurn = Callable[[TurnRequest, Purpose], Future[TurnResult]]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from keel.agents.episode import BROKE
 from keel.configs.load import load_config
-from keel.configs.schema import Config, ConfigError, EvalVariant
+from keel.configs.schema import BUSY_S, Config, ConfigError, EvalVariant
 from keel.data.dataset import Dataset, source_lines
 from keel.data.eval_store import EvaluationFolder, collect_samples
 from keel.data.pass_rate_filter import FilterFolder
@@ -354,9 +354,9 @@ def _group_timeout(config: Config) -> float:
         return config.group_timeout_s
     waves = math.ceil(config.algorithm.group_size / endpoint.max_concurrent)
     sampling = waves * endpoint.timeout_s * (1 + endpoint.retries)
-    if config.with_agents:  # an episode's turns share rollout.timeout_s
-        sampling += config.group_timeout_s
-    return sampling + config.scoring_timeout_s
+    # An episode's turns share rollout.timeout_s.
+    rest = config.group_timeout_s if config.with_agents else BUSY_S
+    return sampling + config.scoring_timeout_s + rest
 
 
 def _sample_prompts(

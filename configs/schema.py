@@ -36,6 +36,8 @@ from keel.configs.sections.trainer import TrainerConfig
 
 AUTO = "auto"
 DTYPE = "model.dtype"
+BUSY_S = 60.0
+"""Seconds added to the time limit of a group, because the driver may be busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,11 +323,11 @@ class Config(Section):
 
     @property
     def scoring_timeout_s(self) -> float:
-        """Maximum time in seconds to score a group, including a minute for a busy driver."""
+        """Maximum time in seconds to score a group."""
         judge = self.rewards.judge
         judging = (1 + judge.retries) * judge.timeout_s if judge.model else 0.0
         each = max(self.rewards.timeout_s, self.rewards.code.completion_s)
-        return self.algorithm.group_size * each + judging + 60.0
+        return self.algorithm.group_size * each + judging
 
     def max_episodes(self, nodes: int = 1) -> int:
         """Maximum number of open episodes for each purpose if `nodes` nodes run environments."""
@@ -341,7 +343,8 @@ class Config(Section):
         to replace an unresponsive engine and resample its groups."""
         silent = 2 * self.rollout.silent_s
         started = self.run.startup_timeout_s + self.sending_timeout_s
-        return silent + started + self.scoring_timeout_s + self._environment_timeout_s
+        scored = self.scoring_timeout_s + BUSY_S
+        return silent + started + scored + self._environment_timeout_s
 
     @property
     def _environment_timeout_s(self) -> float:

@@ -239,7 +239,7 @@ def fetch(refs: Sequence[Any], *, seconds: float) -> dict[Any, Any]:
     def wait_for_all() -> list[Any]:
         return ray.wait(list(refs), num_returns=len(refs), timeout=seconds)[0] if refs else []
 
-    for ref in bounded(wait_for_all, seconds + _MARGIN_S, "fetch results"):
+    for ref in bounded(wait_for_all, seconds + _MARGIN_S, "fetch recordings"):
         with suppress(ObjectLostError):
             found[ref] = ray.get(ref, timeout=_PUT_S)
     return found
@@ -267,10 +267,10 @@ def kill(actor: Any) -> None:
     clean_up(lambda: ray.kill(actor), CALL_S, "end an actor")
 
 
-def stop(actors: Sequence[Any], seconds: float = GRACE_S) -> None:
-    """Call `end` on actors and wait up to `seconds` for all of them, then kill them."""
+def stop(actors: Sequence[Any]) -> None:
+    """Call `end` on actors and wait up to `GRACE_S` seconds for all of them, then kill them."""
     with suppress(RayError, RayLost, Unanswered):
-        fetch([call(actor.end) for actor in actors], seconds=seconds)
+        fetch([call(actor.end) for actor in actors], seconds=GRACE_S)
     for actor in actors:
         kill(actor)
 

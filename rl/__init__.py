@@ -1,2 +1,3 @@
 """The RL algorithm: losses, advantages, masks, packing, and the data types passed between pipeline
-stages. It uses only torch and numpy, not Ray, vLLM, DeepSpeed or transformers."""
+stages, with limits for stopping processes. It uses only torch and numpy, not Ray, vLLM, DeepSpeed
+or transformers."""

@@ -1,7 +1,7 @@
 """The time limits and steps with which Keel stops, kills and restarts its processes.
 
-A process is asked to stop and then killed together with its descendants. Every wait has a limit.
-Only the standard library is needed, so that a process starts within milliseconds.
+Every wait has a limit. This module needs only the standard library, so that the judge's reaper
+starts within milliseconds.
 """
 
 import os

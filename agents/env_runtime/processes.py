@@ -15,7 +15,7 @@ from typing import Optional
 _PDEATHSIG, _DUMPABLE, _CHILD_SUBREAPER = 1, 4, 36
 _MAX_SOCKET_PATH = 107
 _MAX_CHARACTERS = 20_000
-_KILL_S = 10.0  # not KILL_S: a tool call waits for it, and episodes cannot read keel.rl
+_KILL_S = 10.0  # a tool call waits for killed processes
 _adopts = False
 """True once this process adopts its orphaned descendants."""
 

@@ -38,7 +38,6 @@ from keel.model.imports import heavy_imports
 from keel.model.ray_timeouts import GONE
 from keel.rl.futures import settle
 from keel.rl.recordings import Recordings, StoredRecordings
-from keel.rl.supervisor import JOIN_S
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Trajectory
 from keel.rollout.spec import (
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
     from keel.weights.channel import Bucket, Mailbox, Rendezvous
 
 _CONCURRENT_CALLS = 10_000  # more than an engine receives, so the actor never queues a call
+_STOP_S = 60.0  # vLLM shuts down and frees the GPU
 _RAISED = re.compile(r"^\s*(?:\w+\.)*\w*(?:Error|Exception|Interrupt): ", re.MULTILINE)
 _DIED = re.compile(r"\bpid: (\d+)\b.*its worker process has died", re.DOTALL)
 
@@ -471,7 +471,7 @@ class EngineThread:
 
     def close(self) -> None:
         self._commands.put(None)
-        self._thread.join(timeout=JOIN_S)
+        self._thread.join(timeout=_STOP_S)
 
     def _enqueue(self, run: Callable[[VllmEngine], Any], *, when: _When = "now") -> Future[Any]:
         future: Future[Any] = Future()

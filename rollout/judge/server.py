@@ -19,7 +19,7 @@ from keel.model import ray_timeouts
 from keel.rl.supervisor import EXIT_S, MARGIN_S, RestartLimit
 from keel.rollout.judge.process import HANG_TIMEOUT_S, VllmServer
 
-_PLACED_S = 1.0  # an actor that does not answer for so long is not scheduled, and has no server
+_PLACED_S = 1.0  # an actor that has not answered by then probably has no server yet
 
 log = logging.getLogger(__name__)
 
@@ -109,13 +109,12 @@ class JudgeServer:
         if self._stopped:
             return
         self._stopped = True
-        seconds = 0.0
         # On failure the server has ended or ends with its actor.
         with contextlib.suppress(RayError, TimeoutError, ray_timeouts.RayLost):
             ready = ray_timeouts.call(self._actor.__ray_ready__)
             if ray_timeouts.wait([ready], seconds=_PLACED_S)[0]:
-                seconds = EXIT_S
-        ray_timeouts.stop([self._actor], seconds)
+                ray_timeouts.get(ray_timeouts.call(self._actor.end), seconds=EXIT_S)
+        ray_timeouts.kill(self._actor)
 
     def _launch(self) -> None:
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_concurrency": 4}

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
@@ -22,6 +23,7 @@ from keel.model.ray_timeouts import (
     mark_lost,
     new_session,
     shut_down,
+    stop,
 )
 from tests.waiting import PATIENCE_S
 
@@ -111,6 +113,17 @@ def test_a_hanging_kill_is_awaited_once(
     for actor in ("rank 0", "rank 1"):
         kill(actor)
     assert calls == ["rank 0"] and "end an actor" in lost_reason()
+
+
+def test_an_actor_that_cannot_end_is_killed(
+    monkeypatch: pytest.MonkeyPatch, never: threading.Event
+) -> None:
+    killed = list[object]()
+    monkeypatch.setattr("ray.kill", killed.append)
+    monkeypatch.setattr(ray_timeouts, "CALL_S", 0.01)
+    actor = SimpleNamespace(end=SimpleNamespace(remote=never.wait))
+    stop([actor])
+    assert killed == [actor]
 
 
 def test_losses_are_recognized_in_remote_errors() -> None:

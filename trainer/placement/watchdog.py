@@ -43,7 +43,7 @@ _WARN_S = 20.0  # a warning is printed after a process has been stopped for this
 _RAY_HANG_S = 60.0
 """Maximum time that Ray's own processes may be stopped. Ray declares a node lost if its raylet does
 not answer for 65 s."""
-_KILLED_S = 10.0  # not KILL_S: polls wait for killed processes, and must answer within _SILENT_S
+_KILLED_S = 10.0  # polls wait for killed processes, and must answer within _SILENT_S
 _ANSWER_S = 5.0  # timeout for polling all nodes once
 _SILENT_S = 15.0  # a warning is printed if a node has not answered for this many seconds
 _CONNECT_S = 5.0  # interval between attempts to reach the GCS, and the timeout of each attempt
