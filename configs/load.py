@@ -42,10 +42,11 @@ C = TypeVar("C", bound=Section)
 
 _MOST_VALUES = 100_000
 """Maximum number of values in a recipe after expanding its YAML aliases."""
-_REFERENCE, _MOST_REFERENCES = re.compile(r"(?<!\\)\$\{"), 40
-"""References of a recipe. More could multiply a text without limit, each doubling the last one."""
-_RESOLVER = re.compile(r"(?<!\\)\$\{\s*[\w.]+\s*:")
-"""Matches a call of an OmegaConf resolver, such as `${oc.env:HOME}`."""
+_REFERENCE = re.compile(r"(?<!\\)(?:\\\\)*\$\{(?:\s*(\w[\w.\[\]-]*)\s*\})?")
+"""Matches a reference such as `${run.seed}`, with its key as the group. The group is empty for
+anything else that OmegaConf would resolve, such as `${oc.env:HOME}`."""
+_MOST_GROWTH = 10_000
+"""Maximum factor by which references may multiply a text or a list."""
 _TAG = "tag:yaml.org,2002:"
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$")
 _FLOAT = re.compile(
@@ -130,17 +131,26 @@ def _resolve_references(
     """Replace references such as `${run.seed}`. Raises ConfigError if one can't be resolved, or if
     a value was left as `???`."""
     texts = list(_strings(tree))
+    counts: dict[str, int] = {}
+    targets: set[str] = set()
     for key, text in texts:
-        if _RESOLVER.search(text):
+        found: list[str] = _REFERENCE.findall(text)
+        if "" in found:
             raise ConfigError(
-                f"{where.get(key, recipe)}: {key}: ${{…:…}} would call a function or read the "
-                "environment. Refer to knobs only (write a literal ${ as \\${)"
+                f"{where.get(key, recipe)}: {key}: a reference must name a knob, as ${{run.seed}} "
+                "does. It can't call a function, read the environment or hold another reference "
+                "(write a literal ${ as \\${)"
             )
-    count = sum(len(_REFERENCE.findall(text)) for _, text in texts)
-    if count > _MOST_REFERENCES:
+        counts[key] = len(found)
+        targets.update(name.replace("[", ".").replace("]", "") for name in found)
+    growth = 1
+    for target in targets:
+        inside = (n for key, n in counts.items() if f"{key}.".startswith(f"{target}."))
+        growth *= max(1, sum(inside))
+    if growth > _MOST_GROWTH:
         raise ConfigError(
-            f"{recipe}: {count} references such as ${{run.seed}}, more than the {_MOST_REFERENCES} "
-            "that a recipe may have. Write some values out"
+            f"{recipe}: values that hold several references are referred to in turn, which could "
+            f"multiply a text {growth:,} times. Write some of them out"
         )
     if not any("${" in text or text == "???" for _, text in texts):
         return tree

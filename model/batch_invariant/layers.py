@@ -37,9 +37,7 @@ HEAD = 128
 mask, as for whole prompts. A size of 64 gave different bits."""
 
 
-def check_invariant(
-    config: PreTrainedConfig, path: str, *, dtype: str = "bfloat16", gpu: bool = True
-) -> None:
+def check_invariant(config: PreTrainedConfig, path: str, *, dtype: str, gpu: bool = True) -> None:
     """Raise ConfigError if batch-invariant layers don't support the model in this precision or if
     there is no GPU."""
     if not gpu:
@@ -51,6 +49,11 @@ def check_invariant(
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     rope = getattr(text, "rope_parameters", None) or {}
     partial, rotated = rope.get("partial_rotary_factor", 1) != 1, rope.get("rope_type", "default")
+    if is_moe(config) and dtype == "float16":
+        raise ConfigError(
+            "model.dtype = 'float16': with model.batch_invariant, experts need bfloat16. Set it, "
+            "or remove model.batch_invariant"
+        )
     unsupported = (
         (text.model_type not in FAMILIES, f"models of type {text.model_type}"),
         ("sliding_attention" in (getattr(text, "layer_types", None) or ()), "sliding windows"),
@@ -59,7 +62,6 @@ def check_invariant(
         (text.hidden_act != "silu", f"activations of kind {text.hidden_act}"),
         (bool(getattr(text, "mlp_bias", False)), "biases in the feed-forward layers"),
         (size != HEAD, f"a head size of {size}"),
-        (is_moe(config) and dtype == "float16", "experts in float16"),
     )
     if problem := next((what for present, what in unsupported if present), ""):
         raise ConfigError(
@@ -72,7 +74,8 @@ def use_invariant_layers(model: PreTrainedModel) -> None:
     """Make `model`'s decoder use the engine's kernels while keeping its weights. Raises ConfigError
     if the model does not pass `check_invariant`, and RuntimeError if the installed vLLM lacks these
     kernels."""
-    check_invariant(model.config, model.config.name_or_path or "")
+    dtype = str(model.dtype).removeprefix("torch.")
+    check_invariant(model.config, model.config.name_or_path or "", dtype=dtype)
     engine.prepare()
     decoder: Any = model.get_decoder()
     override_methods(decoder.rotary_emb, _Rotary)

@@ -218,7 +218,7 @@ def use_larger_expert_tiles() -> None:
             return original(M, E, N, K, topk, *kind)
         return next(_tiles(*sizes) for least, sizes in _TILES if M * topk >= least * E)
 
-    get_default_config.keel_patch = True  # type: ignore[attr-defined]
+    get_default_config.keel_patch = original  # type: ignore[attr-defined]
     fused_moe.get_default_config = get_default_config
 
 

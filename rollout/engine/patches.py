@@ -1,5 +1,5 @@
-"""Patches that engines apply to vLLM. Fixes for vLLM's CPU build are in `shims`. Each patch is
-applied before an engine is built, and is undone or checked afterwards."""
+"""Patches that engines apply to vLLM before they are built. Context managers undo theirs; batch
+invariance lasts as long as the process. Fixes for vLLM's CPU build are in `shims`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def shorten_warm_up(architectures: Sequence[str], *, gpu: bool) -> Iterator[None
     The model classes in `architectures` are inspected in this process, which loads them anyway.
     vLLM itself would start another process just to import vLLM again.
     """
-    if default_breakable_cudagraph_architectures() & set(architectures):
+    if gpu and default_breakable_cudagraph_architectures() & set(architectures):
         # vLLM sets it later, but these classes read it when they are imported. Without it, CUDA
         # graphs would contain sparse attention with the sequence lengths of a warm-up step.
         os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")

@@ -173,8 +173,11 @@ def test_malformed_override_is_named(tmp_path: Path, override: str, message: str
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
 )
-DOUBLING = "run: {dir: x}\na0: '${run.dir}'\n" + "".join(
-    f"a{n}: '${{a{n - 1}}}${{a{n - 1}}}'\n" for n in range(1, 40)
+TRIPLING = "run: {dir: x}\na0: '${run.dir}'\n" + "".join(
+    f"a{n}: '{f'${{a{n - 1}}}' * 3}'\n" for n in range(1, 13)
+)
+LISTS = "a0: [x, x, x]\n" + "".join(
+    f"a{n}: [{', '.join([f'${{a{n - 1}}}'] * 3)}]\n" for n in range(1, 13)
 )
 
 
@@ -182,10 +185,14 @@ DOUBLING = "run: {dir: x}\na0: '${run.dir}'\n" + "".join(
     "text",
     [
         BOMB,
-        DOUBLING,
+        TRIPLING,
+        LISTS,
         "run: {dir: !!python/object/apply:os.system ['touch ran']}",
         "run: {dir: '${oc.env:HOME}'}",
         "run: {dir: '${oc.decode:[1]}'}",
+        r"run: {dir: 'a\\${oc.env:HOME}'}",
+        "a: oc\nrun: {dir: '${${a}.env:HOME}'}",
+        "run: {dir: '${run.seed'}",
         "defaults: ~no-user-of-this-name/x.yaml",
     ],
 )

@@ -230,6 +230,7 @@ def test_batch_invariance_refuses_other_orders() -> None:
         (RolloutConfig, "rollout.head_dtype", {"head_dtype": "model"}),
         (RolloutConfig, "rollout.tensor_parallel", {"tensor_parallel": 2}),
         (TrainerConfig, "trainer.sequence_parallel", {"ranks": 2, "sequence_parallel": 2}),
+        (TrainerConfig, "trainer.expert_parallel", {"ranks": 2, "expert_parallel": 2}),
         (TrainerConfig, "trainer.compile", {"compile": True}),
         (TrainerConfig, "trainer.hpz_partition_size", SECOND_COPY),
         (TrainerConfig, "trainer.zero_stage", {"zero_stage": 3}),

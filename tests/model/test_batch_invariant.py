@@ -5,6 +5,7 @@ tests/gpu/test_mismatch.py and test_invariant_kernels.py test them with the engi
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import functional
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from keel.configs.schema import ConfigError
 from keel.model import layers as model_layers
 from keel.model.attention import Segments, attend, use_packed_attention
 from keel.model.batch_invariant import layers, vllm_kernels
@@ -184,6 +186,14 @@ def test_hidden_states_and_gradients_are_unchanged(
     for name, gradient in gradients.items():
         terms = max(1.0, float(gradient.abs().max()))  # scale of cancelling terms
         torch.testing.assert_close(new[name], gradient, rtol=1e-3, atol=1e-5 * terms, msg=name)
+
+
+def test_experts_in_float16_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "HEAD", 8)
+    check = partial(layers.check_invariant, config("qwen3_moe"), "")
+    check(dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"model\.dtype = 'float16'"):
+        check(dtype="float16")
 
 
 # --- kernel variants

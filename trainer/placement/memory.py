@@ -289,7 +289,8 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
         facts = replace(facts, fused_norms=False, fused_experts=False)
     elif trainer.expert_parallel > 1 or config.model.dtype != "bfloat16":
         facts = replace(facts, fused_experts=False)
-    kept_layers = 1 if trainer.activation_checkpointing else facts.moe_layers
+    recomputed = trainer.activation_checkpointing or config.model.batch_invariant
+    kept_layers = 1 if recomputed else facts.moe_layers
     offloaded = gpu and trainer.offload_optimizer
     parts = {
         "weights": width * (sharded if stage == 3 else held),
