@@ -140,7 +140,7 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     tokens, prompt = sequences * longest, config.data.max_prompt_tokens
     shares = rollout.enable_prefix_caching and facts.full_attention
     # A window of episodes may fill with turns, whatever the prompt's length.
-    if shares and longest == prompt + rollout.sampling.max_tokens:
+    if shares and config.data.sources and not config.with_agents:
         # The last group of a batch may be split between engines.
         groups = min(sequences, -(-sequences // config.algorithm.group_size) + 1)
         tokens = sequences * (longest - prompt) + groups * prompt

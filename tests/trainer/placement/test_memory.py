@@ -431,11 +431,13 @@ def test_shared_prompt_is_computed_once_per_group() -> None:
     assert times[1] < times[0]
 
 
-def test_window_may_be_shorter_than_the_longest_prompt() -> None:
+def test_windows_of_episodes_share_no_prompt() -> None:
     config = load_config("agent-guess", ["trainer.share_prompts=true"])
     assert config.max_context < config.data.max_prompt_tokens and count_micro_batches(config)[1] > 0
-    parts = plan(config, MOE).engine.parts
-    assert parts["KV cache"] == 64 * 192 * kv_token_bytes(config, MOE), "all windows, unshared"
+    for window, tokens in ((192, 192), (0, 256 + 32)):
+        changed = replace(config, agents=replace(config.agents, window=window))
+        parts = plan(changed, MOE).engine.parts
+        assert parts["KV cache"] == 64 * tokens * kv_token_bytes(changed, MOE)
 
 
 USUAL = Case(shape="", length=1024, micro_batch_tokens=16_384, step_tokens=65_536)
