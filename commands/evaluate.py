@@ -33,10 +33,10 @@ from keel.trainer.launch import (
 )
 from keel.trainer.prepare import (
     check_rewards,
+    check_sources,
     load_prompts,
     needs_judge,
     prepare,
-    require_prompts,
 )
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.manifest import fingerprint
@@ -290,7 +290,7 @@ def _choose_policy(
 
 def _endpoint_policy(config: Config) -> _SampledPolicy:
     endpoint = config.endpoint
-    require_prompts(config)
+    check_sources(config)
     for source in config.data.sources:
         if source.environment.program or source.raw:
             raise ConfigError(

@@ -170,7 +170,7 @@ def prepare(
         chats = chats or not config.sft.only_text
         model = plan_model(config.supervised(), open_knobs, hardware, chats=chats)
         return _with_conversations(model, config, overrides)
-    require_prompts(config)
+    check_sources(config)
     return _with_rewards(plan_model(config, open_knobs, hardware, chats=chats))
 
 
@@ -323,12 +323,19 @@ def load_prompts(config: Config, count_tokens: Callable[[Prompt], int] = lambda 
     )
 
 
-def require_prompts(config: Config) -> None:
+def check_sources(config: Config) -> None:
+    """Check that there are sources of prompts, and that their reward functions, reward parts and
+    length rules are valid. Raises ConfigError if not."""
     if not config.data.sources:
         raise ConfigError(
             "data.sources is empty: nothing to sample. sft.sources are for `keel sft` and "
             "`keel pretrain`"
         )
+    try:
+        check_weights(config.data.rewards_by_domain, config.data.domains_with_environments)
+        length_rules(config)
+    except ValueError as error:
+        raise ConfigError(f"data.sources: {error}") from error
 
 
 def needs_judge(config: Config, dataset: Dataset) -> bool:
@@ -344,8 +351,6 @@ def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
     notes on the results, keyed by name. Raises ConfigError if a reward is invalid."""
     notes: dict[str, str] = {}
     try:
-        check_weights(config.data.rewards_by_domain, config.data.domains_with_environments)
-        length_rules(config)
         for source in config.data.sources:
             prompts = [
                 *dataset.heldout.get(source.name, ()),

@@ -114,6 +114,15 @@ def test_resume_with_other_data_is_refused(
     assert "model.path" in output
 
 
+@pytest.mark.parametrize(
+    ("knob", "reason"),
+    [("rewards={corect: 1}", "did you mean correct"), ("length.target=100000", "must be below")],
+)
+def test_rewards_are_checked_before_the_model_loads(knob: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        prepare("quickstart", ("model.path=/nowhere/at-all", f"data.sources[spiral].{knob}"))
+
+
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 ROWS = '{"problem": "1 + 1 =", "answer": "2", "level": 1}\n'
 
