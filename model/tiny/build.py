@@ -166,6 +166,8 @@ def _make_folder(
 
 def _content_key(config: TinyModelConfig, curriculum: Curriculum, *, device: str = "cpu") -> str:
     """Hash everything that determines the weights."""
+    if not config.cold_start.steps:
+        curriculum, device = Curriculum(seed=curriculum.seed), "cpu"
     model, sources = asdict(config), curriculum.sources
     del model["cache_dir"], model["cold_start"]["max_seconds"]
     if config.family == "qwen3_moe":
@@ -185,7 +187,7 @@ def _content_key(config: TinyModelConfig, curriculum: Curriculum, *, device: str
             if (e := s.environment).demonstrations
         ],
         "tools_in_thinking": sorted(curriculum.tools_in_thinking) or False,
-        "device": device if config.cold_start.steps else "cpu",
+        "device": device,
     }
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:20]

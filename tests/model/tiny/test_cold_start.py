@@ -187,6 +187,8 @@ def test_content_key_covers_what_weights_depend_on() -> None:
     assert len(keys) == 9
     assert key(replace(TINY, cache_dir="elsewhere", index_top_k=5)) == key()
     assert key(heldout=("a", "b")) == key(heldout=("b", "a", "b"))
+    untrained = replace(TINY, cold_start=replace(TINY.cold_start, steps=0))
+    assert key(untrained, heldout=("a",)) == _content_key(untrained, Curriculum(seed=0))
 
 
 def test_ids_with_calls_in_thinking_equal_those_of_a_rollout() -> None:
