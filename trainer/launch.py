@@ -353,6 +353,7 @@ def build_scorer(
         judge=judge,
         max_failure_fraction=rewards.max_failure_fraction,
         environments=config.data.domains_with_environments,
+        say=_say,
     )
 
 
