@@ -113,7 +113,8 @@ class Task(PlannedModel):
     """A validated recipe for RL or supervised training, and its data."""
 
     recipe: Config
-    """The complete recipe. In supervised training, `config` holds only the knobs that matter."""
+    """The complete recipe. In RL, it is the config that `prepare` resolved. In supervised training,
+    its `auto` values are unresolved, and `config` holds only the knobs that matter."""
     dataset: Dataset
     """The prompts of `data.sources`. Supervised training only excludes those held out."""
     batches: Batches | None  # conversations or texts for supervised training, or None in RL

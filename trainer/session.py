@@ -161,7 +161,8 @@ def open_journal(
     start: int,
     tokens: TokenFile | None = None,
 ) -> Journal:
-    """Open the journal of a run after step `start`, and send it the messages of the processes."""
+    """Open the journal of a run after step `start`, and send it the messages of the trainer ranks
+    and the watchdog."""
     task, config = runtime.task, runtime.task.config
     journal = Journal(
         folder.path,
