@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any, Self
 
 from keel.configs.schema import Config, ConfigError, RunConfig
-from keel.trainer.placement.memory import GIB, gib
+from keel.trainer.placement.memory import GIB, DoesNotFit, gib
 
 RANK, ENGINE, JUDGE = "trainer rank", "engine", "judge"
 RANK_CPUS = 0.5
@@ -353,7 +353,7 @@ _NAMED_NODES = 8
 
 def _too_small_error(
     config: Config, what: str, nodes: Sequence[Node], placed: Sequence[_Kind]
-) -> ConfigError:
+) -> DoesNotFit:
     run = config.run
     limits = f" (run.gpus_per_node = {run.gpus_per_node}, run.nodes = {run.nodes})"
     names = [*map(str, nodes[:_NAMED_NODES])] + ["…"] * (len(nodes) > _NAMED_NODES)
@@ -363,7 +363,7 @@ def _too_small_error(
     if config.rollout.tensor_parallel == 1:  # an engine on a CPU is one process
         fixes += " (one engine and one rank can share a GPU), or set run.device=cpu run.gpu_gib=0 "
         fixes += "run.gpus_per_node=0"
-    return ConfigError(
+    return DoesNotFit(
         f"the recipe {what} ({' and '.join(map(str, placed))}), and the cluster has {free} free"
         f"{limits * bool(run.gpus_per_node)}. {fixes}"
     )

@@ -2,9 +2,9 @@
 fits the hardware. The values are saved, so that a resumed run keeps them.
 
 Among layouts within a factor `_TIE` of the fastest, the search prefers the lowest ZeRO stage, and
-then the lowest peak memory of a rank. Layouts that keep the optimizer in host memory, or that leave
-less spare memory than the error of the memory model, must be much faster than others
-(`_Strictness.gain`).
+then the lowest peak memory of a rank. Layouts that keep the optimizer in host memory, whose engines
+sample less than a quarter of a step's sequences at once, or that leave less spare memory than the
+error of the memory model, must be much faster than others (`_Strictness.gain`).
 """
 
 import json
@@ -37,7 +37,7 @@ from keel.trainer.placement.families import no_sharing_reason
 from keel.trainer.placement.hardware import Hardware, Placement, place
 from keel.trainer.placement.memory import GIB, Memory, engine_sequences
 from keel.trainer.placement.plan import Plan, plan_on, plan_placed
-from keel.trainer.placement.step_time import COMPILE_S, sft_seconds
+from keel.trainer.placement.step_time import COMPILE_S, StepTime, sft_seconds, step_time
 from keel.trainer.run import checkpoint
 
 Values = Mapping[str, Any]  # knob values, keyed by knob name
@@ -115,6 +115,11 @@ _STRICTNESSES = (
     _Strictness(gain=1.2, spare=memory.RANK_SPARE, max_share=_SHARE, offload=True),
     _Strictness(gain=1.5, offload=True),
 )
+
+
+def _preference(layout: Layout) -> tuple[Any, ...]:
+    trainer = layout.config.trainer
+    return trainer.offload_optimizer, trainer.zero_stage, layout.plan.peak
 
 
 class LayoutSearch:
@@ -309,41 +314,65 @@ class LayoutSearch:
     def best(self) -> Layout | None:
         best = None
         for strictness in _STRICTNESSES:
-            layout = self.fastest(strictness)
-            if layout and (best is None or strictness.gain * layout.cost < best.cost):
-                best = layout
+            limit = best.cost / strictness.gain if best else math.inf
+            best = self.fastest(strictness, limit) or best
         return best
 
-    def fastest(self, strictness: _Strictness) -> Layout | None:
+    def fastest(self, strictness: _Strictness, limit: float = math.inf) -> Layout | None:
+        """Return the best layout of this strictness that costs less than `limit`."""
         self.strictness = strictness
-        layouts = [*self.iterate_fitting()]
+        layouts = [each for each in self.iterate_fitting(limit) if each.cost < limit]
         if not layouts:
             return None
         fastest = min(layout.cost for layout in layouts)
         tied = [layout for layout in layouts if layout.cost <= _TIE * fastest]
-        best = min(tied, key=lambda each: (each.config.trainer.zero_stage, each.plan.peak))
-        reason = f"the estimate's fastest of {len(layouts)} layouts that fit"
+        reason = f"chosen from {len(layouts)} layouts that fit, by estimated time and memory"
         if strictness.spare == 1.0:
             reason += ", with less spare memory than the estimate's error"
-        return replace(best, reason=reason)
+        return replace(min(tied, key=_preference), reason=reason)
 
-    def iterate_fitting(self) -> Iterator[Layout]:
-        """Yield the layouts that fit in memory, skipping any that can't be the best."""
-        fastest = math.inf
+    def iterate_fitting(self, limit: float = math.inf) -> Iterator[Layout]:
+        """Yield the layouts that fit in memory, skipping any that can't be the best or that cost
+        more than `limit`."""
         for seats in self.placements:
             for sizes in self.trainer_values(seats.get("trainer.ranks", self.config.trainer.ranks)):
                 if sizes[0].get("trainer.offload_optimizer") and not self.strictness.offload:
                     continue
                 # Smaller micro-batches train more slowly, but may leave an engine on the
                 # same GPU the memory to sample faster.
+                if self._least_cost({**seats, **sizes[0]}) > limit:
+                    continue
                 largest = bisect_left(sizes, True, key=partial(self._rank_fits, seats))
                 for learning in sizes[largest:]:
+                    if self._least_cost({**seats, **learning}) > limit:
+                        break
                     layouts = [*self._with_engine({**seats, **learning})]
                     yield from layouts
-                    fastest = min([fastest, *(layout.cost for layout in layouts)])
+                    limit = min([limit, *(_TIE * layout.cost for layout in layouts)])
                     done = [each.cost for each in layouts if not self._squeezed(each)]
-                    if done and min(done) > _TIE * fastest:
+                    if done and min(done) > limit:
                         break
+
+    def _least_cost(self, values: Values) -> float:
+        """Return the cost with engines that hold all sequences at once, or 0 if it is unknown."""
+        values = {**values, **self.sharing_modes[0], **self.sequence_counts(values, fewer=False)[0]}
+        placement, time = self._try_placement(values), None
+        if placement is None:
+            return 0.0
+        try:
+            config = with_values(self.config, values)
+        except ConfigError:
+            return 0.0
+        if self._samples:
+            count = memory.count_micro_batches(config)[0] * config.algorithm.updates_per_batch
+            time = step_time(
+                config,
+                self._facts,
+                micro_batches=count,
+                shared=placement.shared,
+                spec=self.hardware.spec,
+            )
+        return self._cost(config, time, shared=placement.shared)
 
     def _with_engine(self, values: Values) -> Iterator[Layout]:
         for turns in self.sharing_modes:
@@ -414,12 +443,12 @@ class LayoutSearch:
             plan = plan_placed(config, self._facts, self.hardware, placement)
         except ConfigError:
             return None
-        cost = self._cost(config, plan, shared=shared)
+        cost = self._cost(config, plan.time, shared=shared)
         return Layout(config=config, plan=plan, shared=shared, cost=cost)
 
-    def _cost(self, config: Config, plan: Plan, *, shared: bool) -> float:
+    def _cost(self, config: Config, time: StepTime | None, *, shared: bool) -> float:
         once = COMPILE_S / config.run.steps * config.trainer.compile
-        time, stage = plan.time, config.trainer.zero_stage if config.trainer.ranks > 1 else 0
+        stage = config.trainer.zero_stage if config.trainer.ranks > 1 else 0
         if time is None:
             return once + sft_seconds(config, self._facts, self.hardware.spec) * _STAGE_COSTS[stage]
         # A host that takes nearly as long as its GPU delays it, on a slow machine for longer.
@@ -455,8 +484,10 @@ class LayoutSearch:
     def explain_misfit(self) -> ConfigError:
         """Explain why no layout fits, and say how many nodes would be enough."""
         error, nodes = self._smallest_misfit(), self.hardware.nodes
-        largest = max(nodes, key=lambda node: node.gpus)
-        for count in sorted({len(nodes) + 1, len(nodes) + 2, 2 * len(nodes), 4 * len(nodes)}):
+        if not isinstance(error, memory.DoesNotFit):
+            return error
+        largest, now = max(nodes, key=lambda node: node.gpus), len(nodes)
+        for count in sorted({*range(now + 1, now + 9), 2 * now, 4 * now}):
             more = tuple(replace(largest, name=f"node {i}", id=f"{i}") for i in range(count))
             hardware = replace(self.hardware, nodes=more)
             search = LayoutSearch(self.config, self.open_knobs, self._facts, hardware)
@@ -492,7 +523,7 @@ class LayoutSearch:
             plan_on(config, self._facts, self.hardware)
         except ConfigError as error:
             return error
-        return ConfigError(f"no layout of this recipe fits its GPUs: {self.hardware}")
+        return memory.DoesNotFit(f"no layout of this recipe fits its GPUs: {self.hardware}")
 
 
 _CACHE_FILE = "chosen.json"

@@ -65,7 +65,7 @@ MemoryLimit = Literal["rank", "engine", "host"]
 
 
 class DoesNotFit(ConfigError):
-    """Raised if a rank's GPU, an engine's GPU or a host doesn't have enough memory."""
+    """Raised if there are too few GPUs, or a GPU or a host doesn't have enough memory."""
 
     def __init__(self, message: str, limit: MemoryLimit = "rank") -> None:
         super().__init__(message)

@@ -118,7 +118,7 @@ def plan_on(config: Config, facts: ModelFacts, hardware: Hardware) -> Plan:
         return plan_placed(config, facts, hardware, placement)
     except DoesNotFit as error:
         hint = _hint(config, facts, hardware, error.limit)
-        raise ConfigError(f"{error}. {hint}. ({hardware})") from error
+        raise DoesNotFit(f"{error}. {hint}. ({hardware})", error.limit) from error
 
 
 def plan_placed(

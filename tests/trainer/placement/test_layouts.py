@@ -244,7 +244,7 @@ def test_deepseek_v32_fits_as_documented(
 @pytest.mark.parametrize(
     ("nodes", "reason"),
     [
-        (2, r"needs 17 GPU.*fit on 8 nodes"),
+        (2, r"needs 17 GPU.*fit on 5 nodes"),
         (3, r"No change of a single knob saves enough.*fit on 5 nodes"),
         (
             4,
