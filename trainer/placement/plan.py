@@ -1,5 +1,6 @@
 """Estimate the memory and time of a run before it starts, and check that it fits."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -56,49 +57,69 @@ def _hint(config: Config, facts: ModelFacts, hardware: Hardware, limit: MemoryLi
             + ", or set algorithm.keep_selection=false"
             * config.algorithm.keep_selection
         )
-    if limit == "host":
-        ways = {
-            "trainer.offload_optimizer=false": trainer.offload_optimizer,
-            "trainer.offload_while_sampling=false": trainer.offload_while_sampling,
-            "algorithm.keep_selection=false": config.algorithm.keep_selection,
-            "fewer trainer ranks per node": True,
-        }
-        more = "larger nodes"
-    else:
-        ways = dict.fromkeys(_sufficient_changes(config, facts, hardware), True)
-        more = "more or larger GPUs"
+    if limit == "rank":
+        return _rank_hint(config, facts, hardware)
+    ways = {
+        "trainer.offload_optimizer=false": trainer.offload_optimizer,
+        "trainer.offload_while_sampling=false": trainer.offload_while_sampling,
+        "algorithm.keep_selection=false": config.algorithm.keep_selection,
+        "fewer trainer ranks per node": True,
+    }
     useful = ", ".join(way for way, helps in ways.items() if helps)
-    if not useful:
-        return f"No change of a single knob saves enough. Use {more}"
-    return f"Save {'host ' * (limit == 'host')}memory with {useful}, or use {more}"
+    return f"Save host memory with {useful}, or use larger nodes"
 
 
-def _sufficient_changes(config: Config, facts: ModelFacts, hardware: Hardware) -> list[str]:
-    """Return the changes of single knobs that make the recipe fit, each with its first value that
-    is enough."""
+def _rank_hint(config: Config, facts: ModelFacts, hardware: Hardware) -> str:
+    """Name changes that alone make the recipe fit, each with the first value that is enough. If
+    there are none, name the knobs that save some memory."""
     trainer, factors = config.trainer, [2**n for n in range(1, 10)]
+    micro, share = "trainer.micro_batch_tokens", config.rollout.gpu_memory_utilization
     length, tokens = "rollout.sampling.max_tokens", config.rollout.sampling.max_tokens
     if not config.data.sources:
         length, tokens = "sft.max_context_tokens", config.sft.max_context_tokens
-    knobs: dict[str, list[Any]] = {
+    options: dict[str, list[Any]] = {
         "trainer.activation_checkpointing": [True],
         "trainer.zero_stage": [3],
+        "trainer.hpz_partition_size": [1],
         "trainer.expert_parallel": [n for n in factors if n > trainer.expert_parallel],
         "trainer.sequence_parallel": [n for n in factors if n > trainer.sequence_parallel],
         "trainer.ranks": [n * trainer.ranks for n in factors],
         "trainer.offload_optimizer": [True],
-        "trainer.micro_batch_tokens": [config.max_context],
+        "rollout.gpu_memory_utilization": [n / 20 for n in range(math.ceil(20 * share) - 1, 0, -1)],
+        micro: [config.max_context],
         length: [max(1, tokens // n) for n in factors],
     }
-    changes: list[str] = []
-    for knob, values in knobs.items():
+    enough: list[str] = []
+    saving: dict[str, None] = {}
+    now = memory.trainer_memory(config, facts, gpu=True).total
+    for knob, values in options.items():
         for value in values:
+            changes = {knob: value}
+            if knob == length:
+                context = config.max_context - tokens + value
+                changes[micro] = min(trainer.micro_batch_tokens, context)
             with suppress(ConfigError):
-                other = _with_knob(config, knob, value)
-                plan_placed(other, facts, hardware, place(other, hardware.idle))
-                changes.append(f"{knob}={str(value).lower()}")
+                other = config
+                for name, new in changes.items():
+                    other = _with_knob(other, name, new)
+                placement = place(other, hardware.idle)
+                try:
+                    plan_placed(other, facts, hardware, placement)
+                except DoesNotFit:
+                    if memory.trainer_memory(other, facts, gpu=True).total < now:
+                        saving[knob] = None
+                    continue
+                texts = (f"{name}={str(new).lower()}" for name, new in changes.items())
+                enough.append(" ".join(texts))
                 break
-    return changes
+    if enough:
+        return f"Save memory with {', '.join(enough)}, or use more or larger GPUs"
+    if saving:
+        return (
+            f"Changing one of these saves too little: {', '.join(saving)}. Change several, or use "
+            "more or larger GPUs"
+        )
+    return "Use more or larger GPUs"
 
 
 def _with_knob(section: Any, path: str, value: Any) -> Any:
