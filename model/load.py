@@ -353,9 +353,13 @@ def load_model_config(path: str, *, new_indexers: bool = False) -> PreTrainedCon
     check_path(path)
     check_folder(path)
     content = _read_config(path)
-    rotates_pairs = content.get("rope_interleave", True)  # as DeepSeek-V3.2 always does
-    extended = new_indexers and content["model_type"] == "deepseek_v3" and rotates_pairs
+    extended = new_indexers and content["model_type"] == "deepseek_v3"
     if extended:
+        if not (content.get("rope_interleave", True) and content.get("q_lora_rank", 1)):
+            raise ConfigError(
+                f"{path!r}: only DeepSeek-V3 models with q_lora_rank and rope_interleave: true in "
+                "config.json can get indexers by a warm-up"
+            )
         content = {name: value for name, value in content.items() if name != "auto_map"}
         content |= {"model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]}
     if (kind := content["model_type"]) not in CONFIG_MAPPING and "auto_map" not in content:

@@ -248,7 +248,7 @@ def plan_model(
         fewer if machine.missing else "",
         changed,
         stale_mask_warning(config),
-        _new_indexers_warning(config),
+        _indexers_warning(config, facts),
         *_thinking_warnings(config, tokenizer),
         lacking and f"model.path = {path!r}: {lacking}; `keel train` needs them",
         *(
@@ -267,13 +267,20 @@ def plan_model(
     )
 
 
-def _new_indexers_warning(config: Config) -> str:
-    path = config.model.path
-    if config.trainer.attention != "warm-up" or path == TINY_MODEL or not lacks_indexers(path):
+def _indexers_warning(config: Config, facts: ModelFacts) -> str:
+    path, attention, run = config.model.path, config.trainer.attention, config.run
+    dense = facts.architecture == "DeepseekV3ForCausalLM"
+    if attention == "sparse" and dense and config.sft.only_text:
+        return (
+            f"model.path = {path!r} has no indexers, so its attention stays dense. For sparse "
+            "attention, start from the model of a warm-up"
+        )
+    resumes = run.resume != "never" and latest_complete(run.folder / "checkpoints")
+    if attention != "warm-up" or path == TINY_MODEL or resumes or not lacks_indexers(path):
         return ""
     return (
         f"model.path = {path!r} has no indexers: this warm-up starts from random ones "
-        f"(run.seed = {config.run.seed})"
+        f"(run.seed = {run.seed})"
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError
 from keel.data.stream import Stream
+from keel.model.load import load_model_config
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.metrics import Mean, Metric, Sum, values
 from keel.rl.packing import PackPlan
@@ -260,6 +261,11 @@ def test_dense_base_can_be_warmed_up(tmp_path: Path) -> None:
     assert any("no indexers" in line for line in task.warnings)
     plain = prepare(recipe(tmp_path, text=True), knobs, supervised=True)
     assert (plain.facts.architecture, plain.facts.index_top_k) == ("DeepseekV3ForCausalLM", 0)
+    assert any("stays dense" in line for line in plain.warnings)
+    for key, value in (("rope_interleave", False), ("q_lora_rank", None)):
+        (folder / "config.json").write_text(json.dumps(content | {key: value}))
+        with pytest.raises(ConfigError, match="q_lora_rank and rope_interleave"):
+            load_model_config(str(folder), new_indexers=True)
 
 
 def test_plan_on_gpus_has_a_time(tmp_path: Path) -> None:

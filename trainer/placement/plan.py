@@ -306,8 +306,10 @@ def _memory_lines(config: Config, facts: ModelFacts, plan: Plan, hardware: Hardw
             f"{share:g}): its KV cache holds {held}"
         )
     stored = memory.recordings_store_bytes(config, facts)
-    if gpu and stored >= GIB:
-        lines.append(f"  in Ray's object store, a step's recordings take at most {gib(stored)}")
+    if gpu and stored * config.rollout.engines >= GIB:
+        lines.append(
+            f"  in Ray's object store, a step's routes and selections take {gib(stored)} per engine"
+        )
     peak = f", peak {gib(plan.peak)}" if plan.peak < plan.trainer.total else ""
     lines.append(f"trainer rank: {plan.trainer}{peak}")
     if gpu and config.rollout.time_share:
