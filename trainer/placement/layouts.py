@@ -340,8 +340,6 @@ class LayoutSearch:
                     continue
                 # Smaller micro-batches train more slowly, but may leave an engine on the
                 # same GPU the memory to sample faster.
-                if self._least_cost({**seats, **sizes[0]}) > limit:
-                    continue
                 largest = bisect_left(sizes, True, key=partial(self._rank_fits, seats))
                 for learning in sizes[largest:]:
                     if self._least_cost({**seats, **learning}) > limit:
@@ -364,14 +362,8 @@ class LayoutSearch:
         except ConfigError:
             return 0.0
         if self._samples:
-            count = memory.count_micro_batches(config)[0] * config.algorithm.updates_per_batch
-            time = step_time(
-                config,
-                self._facts,
-                micro_batches=count,
-                shared=placement.shared,
-                spec=self.hardware.spec,
-            )
+            spec = self.hardware.spec
+            time = step_time(config, self._facts, shared=placement.shared, spec=spec)
         return self._cost(config, time, shared=placement.shared)
 
     def _with_engine(self, values: Values) -> Iterator[Layout]:

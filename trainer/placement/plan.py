@@ -112,14 +112,12 @@ def _rank_hint(config: Config, facts: ModelFacts, hardware: Hardware) -> str:
                 texts = (f"{name}={str(new).lower()}" for name, new in changes.items())
                 enough.append(" ".join(texts))
                 break
+    hint = "Use more or larger GPUs"
     if enough:
-        return f"Save memory with {', '.join(enough)}, or use more or larger GPUs"
-    if saving:
-        return (
-            f"Changing one of these saves too little: {', '.join(saving)}. Change several, or use "
-            "more or larger GPUs"
-        )
-    return "Use more or larger GPUs"
+        hint += f", or save memory with {', '.join(enough)}"
+    elif saving:
+        hint += f", or save memory with several of {', '.join(saving)} (one is not enough)"
+    return hint
 
 
 def _with_knob(section: Any, path: str, value: Any) -> Any:
@@ -198,7 +196,6 @@ def make_plan(
         time = step_time(
             config,
             facts,
-            micro_batches=count_micro_batches(config)[0] * config.algorithm.updates_per_batch,
             shared=shared,
             sequences=cached,
             woken=engine.total if shared and config.rollout.time_share else 0.0,

@@ -167,7 +167,7 @@ def step_time(
     config: Config,
     facts: ModelFacts,
     *,
-    micro_batches: int,
+    micro_batches: int = 0,
     shared: bool = False,
     sequences: int | None = None,
     woken: float = 0.0,
@@ -176,13 +176,14 @@ def step_time(
 ) -> StepTime:
     """Estimate how many seconds each part of a step takes.
 
-    `micro_batches` is the number of micro-batches per rank, over all optimizer steps in a batch.
-    Set `shared` if engines and ranks share GPUs. `sequences` is the capacity of an engine's KV
-    cache. For time-shared GPUs, `woken` is the size in bytes of an engine that goes to sleep in
-    each step, and `moved` is the number of bytes that a rank offloads and reloads.
+    `micro_batches` is the number of micro-batches per rank, over all optimizer steps in a batch (0:
+    as the config needs). Set `shared` if engines and ranks share GPUs. `sequences` is the capacity
+    of an engine's KV cache. For time-shared GPUs, `woken` is the size in bytes of an engine that
+    goes to sleep in each step, and `moved` is the number of bytes that a rank offloads and reloads.
     """
     spec, rates = spec or GpuSpec(), Rates()
     rollout, algorithm = config.rollout, config.algorithm
+    micro_batches = micro_batches or count_micro_batches(config)[0] * algorithm.updates_per_batch
     completions = algorithm.prompts_per_step * algorithm.group_size
     at_once = max(1, min(engine_sequences(config), sequences or engine_sequences(config)))
     # Completions of full length end together, so that they are sampled in waves.
