@@ -115,7 +115,7 @@ def _rank_hint(config: Config, facts: ModelFacts, hardware: Hardware) -> str:
     hint = "Use more or larger GPUs"
     if enough:
         hint += f", or save memory with {', '.join(enough)}"
-    elif saving:
+    elif len(saving) > 1:
         hint += f", or save memory with several of {', '.join(saving)} (one is not enough)"
     return hint
 
