@@ -67,7 +67,7 @@ class _SampledPolicy:
     """Identifies the policy in saved results, so that results of different policies are not
     mixed."""
     label: str
-    """What is sampled from, to show to the user."""
+    """Name of the sampled model, shown to the user."""
     name: str
     """Name of the results folder."""
     text: str
@@ -424,8 +424,8 @@ def _sample_prompts(
 
 
 def extract_answer(trajectory: Trajectory) -> str:
-    """Extract the marked answer from a completion. If there is none, return the final text if it is
-    short, or "" if it isn't."""
+    """Extract the marked answer from a completion. Without a mark, return the final text if it is
+    short, and "" otherwise."""
     text = final_text(trajectory.messages).strip()
     answer = marked_answer(text)
     if answer is None:

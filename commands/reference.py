@@ -76,7 +76,7 @@ class _Knob:
     """Default value in YAML, or empty if the knob is required."""
     text: str
     resume: str
-    """Whether the value can change when a run resumes: yes, no, or under a condition."""
+    """Tells if a resumed run may change the value: yes, no, or a condition."""
 
     @property
     def head(self) -> str:

@@ -196,7 +196,7 @@ def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int
 
 
 def check(recipe: str, overrides: Sequence[str]) -> int:
-    """Validate a recipe for RL or supervised training and print what it would run, without starting
+    """Validate a recipe for RL or supervised training and print the plan without starting
     anything. Returns exit status 1 if a reward function fails on a sample completion."""
     config = load_config(recipe, overrides)
     check_task = partial(prepare, recipe, overrides, hardware=planned_hardware)

@@ -15,7 +15,7 @@ from pathlib import Path
 GRACE_S = 5.0
 """Seconds between asking a process to stop, with a message or SIGTERM, and killing it."""
 EXIT_S = 30.0
-"""Seconds for a process to exit by itself after its channel has been closed, by either side."""
+"""Seconds for a process to exit after either side has closed its channel."""
 KILL_S = 60.0
 """Seconds for a killed process to exit. Only a process that hangs in the kernel takes this long."""
 JOIN_S = 10.0

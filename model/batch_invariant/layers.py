@@ -156,8 +156,8 @@ class _SparseMlp:
 
 
 def _expert_weights(logits: Tensor, experts: Tensor, normalize: bool) -> Tensor:
-    """Return the weights [N, K] float32 of the experts. They are bit-identical to the engine's for
-    tokens whose experts are the router's own choice, and their gradient is that of the formula."""
+    """Return the weights [N, K] float32 of the experts, with the gradient of the plain formula. For
+    tokens whose experts are the router's own choice, they are bit-identical to the engine's."""
     weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)

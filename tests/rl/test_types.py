@@ -128,7 +128,7 @@ def test_a_loop_thread_tells_its_time_limit_from_errors(monkeypatch: pytest.Monk
         raise TimeoutError("of its own")
 
     async def hang() -> None:
-        released.wait()
+        released.wait(60)
 
     with pytest.raises(TimeoutError, match="of its own"):
         LoopThread("failing").stop(fail())
