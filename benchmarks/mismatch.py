@@ -77,6 +77,8 @@ class Arm:
     """`model.residual_dtype`"""
     quantization: Literal["", "fp8"] = ""
     """`rollout.quantization`"""
+    drafts: int = 0
+    """`rollout.draft_tokens`"""
 
 
 ARMS: Mapping[str, Arm] = {
@@ -88,6 +90,7 @@ ARMS: Mapping[str, Arm] = {
     "float16-residual": Arm("float16", "float16", residual="float32", compiled=True),
     "float16-compiled": Arm("float16", "float16", compiled=True),
     "float32": Arm("float32", "float32"),
+    "float32-drafts": Arm("float32", "float32", drafts=3),
     "fp8": Arm("bfloat16", "bfloat16", quantization="fp8"),
 }
 
@@ -268,6 +271,7 @@ def rollout_config(arm: Arm, size: Size) -> RolloutConfig:
         ),
         head_dtype=head,
         quantization=arm.quantization,
+        draft_tokens=arm.drafts,
         gpu_memory_utilization=size.gpu_memory_utilization,
     )
 

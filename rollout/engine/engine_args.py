@@ -16,6 +16,7 @@ from keel.weights.loader import POWER_OF_TWO_SCALES
 
 _CPU_BLOCK = 32  # tokens per KV block. With vLLM's default of 128, completions rarely share one.
 _MAX_CAPTURED = 512  # tokens in the largest step that vLLM captures as a CUDA graph by default
+_NGRAMS = 2, 4  # shortest and longest run of tokens to look up for drafts
 _GIB = 2**30
 
 
@@ -65,6 +66,13 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
             args |= _fp8_args()
             if has_power_of_two_scales(text.to_dict()):
                 args["additional_config"][POWER_OF_TWO_SCALES] = True
+        if config.draft_tokens:
+            args["speculative_config"] = {
+                "method": "ngram_gpu",
+                "num_speculative_tokens": config.draft_tokens,
+                "prompt_lookup_min": _NGRAMS[0],
+                "prompt_lookup_max": _NGRAMS[1],
+            }
         if "linear_attention" in (getattr(text, "layer_types", None) or ()):
             # On Hopper, vLLM's default kernel is compiled at run time and needs the CUDA toolkit.
             args["gdn_prefill_backend"] = "triton"

@@ -53,6 +53,22 @@ def test_preempted_twice_and_resumed(rig: Rig, recorder: str) -> None:
     assert (watch.reused_steps > 0) == (recorder == "packed")
 
 
+def test_drafts_are_recorded_and_keep_the_distribution(tmp_path: Path) -> None:
+    reference = Reference(make_model(tmp_path))
+    options = {"gpu_memory_utilization": 0.1, "max_num_batched_tokens": 96}
+    spec = engine_spec(tmp_path, draft_tokens=3, **options)
+    sampling = SamplingConfig(temperature=0.5, top_p=0.95, top_k=3, max_tokens=150)
+    asked = prompts(4, shared=0, own=60, tag="d")
+    with running_engine(spec, gpu=True, blocks=1000, variables=EXACT) as engine:
+        engine.watch()
+        groups = engine.sample(asked, 4, sampling)
+        steps = engine.watch().steps
+    report = check_groups(groups, reference, sampling, TOLERANCE)
+    longest = max(t.sampled_tokens for group in groups for t in group.trajectories)
+    assert steps < 0.9 * longest, "hardly any draft was accepted"
+    assert abs(report.surprise) < 4 * report.surprise_variance**0.5, report
+
+
 class TestRecorder(RecorderContract):
     pass
 

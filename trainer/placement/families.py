@@ -88,6 +88,8 @@ def check_engine(config: Config, facts: ModelFacts, *, gpu: bool, fp8: bool = Tr
         )
     if config.algorithm.keep_selection:
         _check_selection(config, facts)
+    if config.rollout.draft_tokens:
+        _check_drafts(config, facts, gpu=gpu)
     if config.rollout.quantization:
         _check_quantization(config, facts, fp8=gpu and fp8)
     if not gpu and wide > 1:
@@ -118,6 +120,19 @@ def _check_selection(config: Config, facts: ModelFacts) -> None:
             "rollout.recorder = 'packed': does not record selections (algorithm.keep_selection). "
             "Leave it out"
         )
+
+
+def _check_drafts(config: Config, facts: ModelFacts, *, gpu: bool) -> None:
+    rollout = config.rollout
+    full = facts.architecture not in (*_LINEAR_ATTENTION, _SPARSE_ATTENTION)
+    for ok, rule in (
+        (gpu, "needs a GPU"),
+        (full, "needs a model with full attention"),
+        (rollout.recorder in ("auto", "native"), "needs rollout.recorder: auto or native"),
+        (not config.model.batch_invariant, "must be 0 with model.batch_invariant"),
+    ):
+        if not ok:
+            raise ConfigError(f"rollout.draft_tokens = {rollout.draft_tokens}: {rule}")
 
 
 def _check_quantization(config: Config, facts: ModelFacts, *, fp8: bool) -> None:

@@ -30,6 +30,9 @@ class Report:
     kept_ties: int = 0
     tokens: int = 0
     kept_sizes: list[int] = field(default_factory=list)
+    surprise: float = 0.0
+    """Sum of log p(token) minus its expectation; 0 on average if tokens are drawn from p."""
+    surprise_variance: float = 0.0
 
     def assert_rare(self, tolerance: Tolerance) -> None:
         assert self.tokens > 0
@@ -95,6 +98,10 @@ class Reference:
             expected = float(row[ids[token]] - support.logsumexp(-1))
             assert abs(expected - segment.logp_old_T[token]) < tolerance.logp, (token, expected)
             report.tokens += 1
+            logp = support.log_softmax(-1)
+            mean = (logp.exp() * logp).sum()
+            report.surprise += expected - float(mean)
+            report.surprise_variance += float((logp.exp() * (logp - mean) ** 2).sum())
         if not sampling.truncated:
             assert segment.sampling_mask is None
 

@@ -96,6 +96,7 @@ LINEAR_NAME = "Qwen3NextForCausalLM"
 INDEXED = {"attention_heads": 6, "index_top_k": 4}
 WHOLE = with_rollout(tensor_parallel=2, expert_parallel=True)
 FP8 = with_rollout(tensor_parallel=2, quantization="fp8")
+DRAFTS = with_rollout(draft_tokens=3)
 BLOCKS = {"hidden_size": 896, "row_inputs": 256}
 SLICES = {**BLOCKS, "moe_layer_ids": (0,), "experts": 2, "expert_parameters": 2 * 3 * 896 * 256}
 """Experts with an intermediate size of 256."""
@@ -118,6 +119,7 @@ CASES: list[tuple[Callable[..., None], Config, dict[str, Any], dict[str, Any]]] 
     (_on_gpu, FP8, BLOCKS, {"hidden_size": 896 + 64}),
     (_on_gpu, FP8, BLOCKS, {"row_inputs": 128}),
     (_on_gpu, FP8, SLICES, {"expert_parameters": 2 * 3 * 896 * 128}),
+    (_on_gpu, DRAFTS, HEADS, {"architecture": LINEAR_NAME}),
     (_on_cpu, PLAIN, HEADS, SPARSE),
     (_on_gpu, PLAIN, SPARSE, {"kv_width": 80}),
     (_on_gpu, REPLAYED, {**SPARSE, "index_top_k": 4}, {"index_top_k": 0}),
@@ -143,6 +145,16 @@ def test_quantised_engines_need_a_gpu_with_fp8_units(hardware: dict[str, bool]) 
     config = with_rollout(quantization="fp8")
     with pytest.raises(ConfigError, match=r"rollout\.quantization = 'fp8': needs a GPU with FP8"):
         check_engine(config, replace(DENSE, **BLOCKS), **hardware)
+
+
+@pytest.mark.parametrize(
+    ("config", "gpu"),
+    [(DRAFTS, False), (with_rollout(draft_tokens=3, recorder="packed"), True)],
+)
+def test_drafts_need_a_gpu_and_the_native_recorder(config: Config, gpu: bool) -> None:
+    with pytest.raises(ConfigError, match="draft_tokens = 3: needs"):
+        check_engine(config, replace(DENSE, **HEADS), gpu=gpu)
+    assert not DRAFTS.rollout.packs(full_attention=True)
 
 
 def test_packed_recorder_records_no_selections() -> None:
