@@ -515,7 +515,9 @@ def recorded_selection(
             f"{len(modules)} layers with an indexer"
         )
     top_k = int(getattr(modules[0], "index_topk", 0)) if modules else 0
-    by_layer = np.ascontiguousarray(selected_NLb.transpose(1, 0, 2))
+    count, layers, width = selected_NLb.shape
+    by_layer = np.zeros((layers, count, -(-width // 8) * 8), np.uint8)  # rows of 64-bit words
+    by_layer[..., :width] = selected_NLb.transpose(1, 0, 2)
     for layer, selected_Nb in enumerate(by_layer):
         _check_selection(selected_Nb, position_N, top_k, layer)
     return torch.from_numpy(by_layer)
@@ -524,9 +526,10 @@ def recorded_selection(
 def _check_selection(
     selected_Nb: NDArray[np.uint8], position_N: NDArray[Any], top_k: int, layer: int
 ) -> None:
-    attended = np.unpackbits(selected_Nb, axis=-1, bitorder="little")
-    count = attended.sum(-1, dtype=np.int64)
-    last = np.where(count > 0, attended.shape[-1] - 1 - attended[:, ::-1].argmax(-1), -1)
+    count = np.bitwise_count(selected_Nb.view(np.uint64)).sum(-1, dtype=np.int64)
+    byte = selected_Nb.shape[-1] - 1 - (selected_Nb[:, ::-1] != 0).argmax(-1)
+    highest = np.frexp(selected_Nb[np.arange(len(byte)), byte].astype(np.float32))[1] - 1
+    last = np.where(count > 0, 8 * byte + highest, -1)
     for fault, where in {
         "a later token": last > position_N,
         f"not min(position + 1, {top_k}) positions": (count > 0)

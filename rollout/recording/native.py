@@ -98,16 +98,16 @@ class NativeRecorder(Recorder):
 
     def _selections(self, request_id: str, first: int, last: int) -> NDArray[np.uint8]:
         read = partial(self._selected, self._blocks.get(request_id, ()), first, last)
-        selected = self._rows(request_id, last - first, read)[..., : -(-last // 8)]
-        _check_selected(request_id, selected, first, self._top_k)
-        return selected
+        selected = self._rows(request_id, last - first, read)
+        _check_selected(request_id, selected.view(np.uint32), first, self._top_k)
+        return selected[..., : -(-last // 8)]
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)
         self._blocks.pop(request_id, None)
 
 
-def _check_selected(request_id: str, selected: NDArray[np.uint8], first: int, top_k: int) -> None:
+def _check_selected(request_id: str, selected: NDArray[Any], first: int, top_k: int) -> None:
     """Raise RecordingError unless every token after the first `top_k` of the context has a
     selection of `top_k` positions in every layer. The first row of `selected` belongs to the token
     at position `first`."""
