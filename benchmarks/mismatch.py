@@ -108,6 +108,8 @@ class Size:
     top_k: int = 512
     seed: int = 0
     gpu_memory_utilization: float = 0.25
+    tensor_parallel: int = 1
+    """Number of GPUs of the engine, each of which has whole experts if it is above 1."""
 
 
 def questions(size: Size, *, words: bool) -> list[Prompt]:
@@ -273,6 +275,8 @@ def rollout_config(arm: Arm, size: Size) -> RolloutConfig:
         quantization=arm.quantization,
         draft_tokens=arm.drafts,
         gpu_memory_utilization=size.gpu_memory_utilization,
+        tensor_parallel=size.tensor_parallel,
+        expert_parallel=size.tensor_parallel > 1,
     )
 
 

@@ -81,11 +81,12 @@ class RolloutConfig(Section, path="rollout"):
     (GPUs). packed: the same data as arrays per step, with a scheduler that skips uneventful steps.
     v1: for CPUs. auto: packed on GPUs if every layer has full attention and `tensor_parallel` is 1,
     otherwise native; v1 on a CPU."""
-    draft_tokens: int = knob(0, ge=0, resumable=True)
+    draft_tokens: int = knob(0, ge=0, le=16, resumable=True)
     """Speculative decoding: number of tokens per step that an engine on a GPU drafts by looking up
     the last 2 to 4 tokens in the prompt and completion (n-grams). Tokens keep their distribution
-    and are recorded as without drafts, but by the native recorder. Faster in small batches of
-    completions that repeat earlier text, slower in others."""
+    and are recorded as without drafts, but by the native recorder, which costs small models more
+    than drafts save. Worth trying if completions repeat earlier text and decoding is bound by the
+    GPU."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Sampling parameters for training. Evaluations use those in `eval`."""
     max_num_seqs: int = knob(128, ge=1, auto=True, resumable=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -144,22 +143,31 @@ class Recorder(ABC):
                 first = options.routes_from
                 if tokens - first > len(self._saved.get(name, ())):
                     blocks = scheduler.kv_cache_manager.get_block_ids(name)[group]
-                    rows = self._rows(name, tokens - first, partial(read, blocks, first, tokens))
-                    self._saved[name] = rows
+
+                    def read_after(count: int) -> NDArray[Any]:
+                        return read(blocks, first + count, tokens)
+
+                    self._saved[name] = self._rows(name, tokens - first, read_after)
             preempt(request, *args, **kwargs)
 
         scheduler._preempt_request = patched
 
-    def _rows(self, request_id: str, count: int, read: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+    def _rows(
+        self, request_id: str, count: int, read: Callable[[int], NDArray[Any]]
+    ) -> NDArray[Any]:
         """Return the `count` rows of a request. The first ones come from before a preemption, if
-        rows were saved then. All others come from `read`, which is not called if all were saved: a
-        completion that was preempted while its last token was in flight has no blocks left."""
+        rows were saved then. `read(n)` returns all others, which are those after the first n. It is
+        not called if all were saved: a completion that was preempted while its last token was in
+        flight has no blocks left."""
         saved = self._saved.pop(request_id, None)
-        if saved is not None and len(saved) >= count:
+        if saved is None:
+            return read(0)
+        if len(saved) >= count:
             return saved[:count]
-        rows = read()
-        if saved is not None:
-            rows[: len(saved)] = saved
+        rest = read(len(saved))
+        rows = np.zeros((count, *rest.shape[1:]), rest.dtype)
+        rows[tuple(map(slice, saved.shape))] = saved  # selections of a shorter context are narrower
+        rows[len(saved) :] = rest
         return rows
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -97,9 +96,14 @@ class NativeRecorder(Recorder):
         return output.routed_experts[:, self._moe_layers].astype(np.int16)
 
     def _selections(self, request_id: str, first: int, last: int) -> NDArray[np.uint8]:
-        read = partial(self._selected, self._blocks.get(request_id, ()), first, last)
-        selected = self._rows(request_id, last - first, read)
-        _check_selected(request_id, selected.view(np.uint32), first, self._top_k)
+        blocks = self._blocks.get(request_id, ())
+
+        def read_after(count: int) -> NDArray[np.uint8]:
+            return self._selected(blocks, first + count, last)
+
+        selected = self._rows(request_id, last - first, read_after)
+        words = selected[..., : 4 * -(-last // 32)].view(np.uint32)
+        _check_selected(request_id, words, first, self._top_k)
         return selected[..., : -(-last // 8)]
 
     def forget(self, request_id: str) -> None:

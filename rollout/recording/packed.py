@@ -8,7 +8,6 @@ The scheduler keeps log-probabilities and sampling masks in arrays that cover wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +76,10 @@ class PackedRecorder(Recorder):
     def _routes(
         self, request_id: str, output: CompletionOutput, first: int, last: int
     ) -> NDArray[np.int16]:
-        read = partial(self._finished_rows, request_id, first, last - first)
-        return self._rows(request_id, last - first, read)
+        def read_after(count: int) -> NDArray[np.int16]:
+            return self._finished_rows(request_id, first, last - first)[count:]
+
+        return self._rows(request_id, last - first, read_after)
 
     def _finished_rows(self, request_id: str, first: int, count: int) -> NDArray[np.int16]:
         """Return `count` rows of routes, starting at position `first`, of a request that finished

@@ -97,16 +97,19 @@ class SelectionExtension(WeightsExtension):
 
     def keel_selections(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.uint8]:
         """Return bitmaps [tokens − first, L, b] of the positions that each token selected, for the
-        request with these cache blocks. A bitmap is zero if its token attends to its whole context.
-        Ranks other than 0 return an empty array."""
+        request with these cache blocks. They have `tokens` bits, rounded up to 32-bit words. A
+        bitmap is zero if its token attends to its whole context. Ranks other than 0 return an empty
+        array."""
         if self.rank:
             return np.empty(0, np.uint8)
         (group,) = self.model_runner.kv_cache_config.kv_cache_groups
         size = group.kv_cache_spec.block_size
         positions = np.arange(first, tokens)
         slots = np.asarray(blocks, np.int64)[positions // size] * size + positions % size
-        index = torch.from_numpy(slots).to(self.device)
-        rows = torch.stack([table.bitmaps[index] for table in _tables.values()], 1).cpu().numpy()
+        index, words = torch.from_numpy(slots).to(self.device), -(-tokens // 32)
+        rows = np.empty((len(slots), len(_tables), words), np.int32)
+        for layer, table in enumerate(_tables.values()):
+            rows[:, layer] = table.bitmaps[:, :words][index].cpu().numpy()
         top_k: int = self.model_runner.model_config.hf_text_config.index_topk
         rows[positions < top_k] = 0
         return rows.view(np.uint8)

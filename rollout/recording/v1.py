@@ -164,9 +164,14 @@ class V1Recorder(Recorder):
     def _routes(
         self, request_id: str, output: CompletionOutput, first: int, last: int
     ) -> NDArray[np.int16]:
-        assert self._table is not None
-        read = partial(self._table.rows, self._table.blocks(request_id), first, last)
-        return self._rows(request_id, last - first, read)
+        table = self._table
+        assert table is not None
+        blocks = table.blocks(request_id)
+
+        def read_after(count: int) -> NDArray[np.int16]:
+            return table.rows(blocks, first + count, last)
+
+        return self._rows(request_id, last - first, read_after)
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)

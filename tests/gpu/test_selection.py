@@ -20,8 +20,9 @@ INDEXER = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": TOP_K}
 ROUTER = {"n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
-def write(folder: Path, *, layers: int = 4, context: int = 8192) -> None:
-    """Write a random model with the latents and heads of DeepSeek-V3.2's attention."""
+def write(folder: Path, *, layers: int = 4, context: int = 8192, norm_std: float = 0.0) -> None:
+    """Write a random model with the latents and heads of DeepSeek-V3.2's attention. The weights of
+    its norms have mean 1 and standard deviation `norm_std`."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         "deepseek_v32", architectures=["DeepseekV32ForCausalLM"], vocab_size=2048,
@@ -37,6 +38,7 @@ def write(folder: Path, *, layers: int = 4, context: int = 8192) -> None:
     for name, weight in model.named_parameters():
         if weight.ndim == 1:
             torch.nn.init.constant_(weight, float("norm" in name and "bias" not in name))
+            weight.data.mul_(1 + norm_std * torch.randn_like(weight) if norm_std else 1.0)
         elif "embed" in name or "lm_head" in name:
             torch.nn.init.normal_(weight, std=0.06 if "lm_head" in name else 1.0)
         else:

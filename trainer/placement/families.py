@@ -124,15 +124,17 @@ def _check_selection(config: Config, facts: ModelFacts) -> None:
 
 def _check_drafts(config: Config, facts: ModelFacts, *, gpu: bool) -> None:
     rollout = config.rollout
-    full = facts.architecture not in (*_LINEAR_ATTENTION, _SPARSE_ATTENTION)
-    for ok, rule in (
-        (gpu, "needs a GPU"),
-        (full, "needs a model with full attention"),
-        (rollout.recorder in ("auto", "native"), "needs rollout.recorder: auto or native"),
-        (not config.model.batch_invariant, "must be 0 with model.batch_invariant"),
+    unsupported = facts.architecture in (*_LINEAR_ATTENTION, _SPARSE_ATTENTION)
+    for wrong, rule in (
+        (not gpu, "needs a GPU"),
+        (unsupported, f"does not support {facts.architecture}"),
+        (rollout.recorder not in ("auto", "native"), "needs rollout.recorder: auto or native"),
+        (config.model.batch_invariant, "does not support model.batch_invariant"),
     ):
-        if not ok:
-            raise ConfigError(f"rollout.draft_tokens = {rollout.draft_tokens}: {rule}")
+        if wrong:
+            raise ConfigError(
+                f"rollout.draft_tokens = {rollout.draft_tokens}: {rule}. Otherwise, set it to 0"
+            )
 
 
 def _check_quantization(config: Config, facts: ModelFacts, *, fp8: bool) -> None:

@@ -144,6 +144,7 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
         # The last group of a batch may be split between engines.
         groups = min(sequences, -(-sequences // config.algorithm.group_size) + 1)
         tokens = sequences * (longest - prompt) + groups * prompt
+    drawn = 1 + rollout.draft_tokens  # tokens of a sequence per step
     # float32 states of linear attention.
     states = 4 * sequences * facts.linear_layers * facts.state_size / rollout.tensor_parallel
     return Memory(
@@ -158,7 +159,7 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
             # Of every token in the cache, on each GPU (keel.rollout.recording.selection).
             "selections": selection_bytes(config, facts) * tokens,
             "activations": layer,
-            "sampler": _SAMPLER_BYTES * rollout.max_num_seqs * facts.vocab_size,
+            "sampler": _SAMPLER_BYTES * rollout.max_num_seqs * drawn * facts.vocab_size,
             "CUDA": ENGINE_CUDA_GIB * GIB,
         }
     )

@@ -156,3 +156,19 @@ def test_a_missing_route_is_refused() -> None:
     routes[2, 1] = NO_ROUTE
     with pytest.raises(RecordingError, match="request r"):
         check_routed("r", routes)
+
+
+def test_rows_from_before_a_preemption_are_kept() -> None:
+    native = recorder()
+    native._saved["r"] = np.full((2, 1, 1), 7, np.uint8)  # of a shorter context: one byte
+    asked: list[int] = []
+
+    def read_after(count: int) -> np.ndarray:
+        asked.append(count)
+        return np.full((5 - count, 1, 2), 9, np.uint8)
+
+    rows = native._rows("r", 5, read_after)
+    assert asked == [2]
+    assert rows[:, 0].tolist() == [[7, 0], [7, 0], [9, 9], [9, 9], [9, 9]]
+    native._saved["r"] = rows
+    assert native._rows("r", 4, read_after).tolist() == rows[:4].tolist() and asked == [2]
