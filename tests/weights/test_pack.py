@@ -76,7 +76,7 @@ def test_routing_bias_keeps_its_precision(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", MOE_LAYERS)
 def test_later_passes_skip_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = built(family)
-    packer = BucketPacker(model, torch.float32, 10**9)
+    packer = BucketPacker(model, torch.float32, 10**7)
     (first,) = packer.buckets()
     monkeypatch.setattr(sender, "as_checkpoint", None)
     (again,) = packer.buckets()

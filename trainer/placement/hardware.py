@@ -8,6 +8,7 @@ trainer ranks come first.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -237,9 +238,9 @@ class Placement:
 
     @property
     def ranks_by_node(self) -> list[tuple[Node, int]]:
-        nodes = [seat.node for seat in self.seats if seat.kind == RANK]
-        unique = {id(node): node for node in nodes}
-        return [(node, sum(other is node for other in nodes)) for node in unique.values()]
+        nodes = {id(seat.node): seat.node for seat in self.seats}
+        ranks = Counter(id(seat.node) for seat in self.seats if seat.kind == RANK)
+        return [(nodes[node], count) for node, count in ranks.items()]
 
     @property
     def required_nodes(self) -> set[str]:

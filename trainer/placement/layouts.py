@@ -133,6 +133,7 @@ class LayoutSearch:
         self._facts, self._samples = facts, bool(config.data.sources)
         self._shares_prompts = not no_sharing_reason(config, facts)
         self._placements: dict[tuple[Any, ...], Placement | None] = {}
+        self._rank_bytes: dict[tuple[tuple[str, Any], ...], float] = {}
         algorithm = config.algorithm
         self._sequences = algorithm.prompts_per_step * algorithm.group_size
         """Number of completions per step."""
@@ -338,9 +339,12 @@ class LayoutSearch:
             for sizes in self.trainer_values(seats.get("trainer.ranks", self.config.trainer.ranks)):
                 if sizes[0].get("trainer.offload_optimizer") and not self.strictness.offload:
                     continue
+                fits = partial(self._rank_fits, seats)
+                if not fits(sizes[-1]):  # most ways of a model that is too large end here
+                    continue
                 # Smaller micro-batches train more slowly, but may leave an engine on the
                 # same GPU the memory to sample faster.
-                largest = bisect_left(sizes, True, key=partial(self._rank_fits, seats))
+                largest = bisect_left(sizes, True, hi=len(sizes) - 1, key=fits)
                 for learning in sizes[largest:]:
                     if self._least_cost({**seats, **learning}) > limit:
                         break
@@ -389,13 +393,20 @@ class LayoutSearch:
         return layout.shared and (turns or not self._samples_all_at_once(layout))
 
     def _rank_fits(self, seats: Values, learning: Values) -> bool:
-        try:
-            config = with_values(self.config, {**seats, **learning})
-        except ConfigError:
-            return False
-        rank = memory.trainer_memory(config, self._facts, gpu=True)
-        needs = memory.least_bytes(config, rank) if self._may_offload else rank.total
+        values = (*seats.items(), *learning.items())
+        if values not in self._rank_bytes:  # the same for every strictness
+            self._rank_bytes[values] = self._least_rank_bytes(dict(values))
+        needs = self._rank_bytes[values]
         return needs * self.strictness.spare <= self.hardware.gpu_gib * GIB
+
+    def _least_rank_bytes(self, values: Values) -> float:
+        """Return how many bytes a rank needs at least, or infinity if the values are invalid."""
+        try:
+            config = with_values(self.config, values)
+        except ConfigError:
+            return math.inf
+        rank = memory.trainer_memory(config, self._facts, gpu=True)
+        return memory.least_bytes(config, rank) if self._may_offload else rank.total
 
     @cached_property
     def _may_offload(self) -> bool:
