@@ -1,4 +1,4 @@
-"""`keel eval` and `keel filter`: score a policy without training it, and select prompts."""
+"""`keel eval`: score a policy without training it."""
 
 import math
 import re
@@ -16,7 +16,6 @@ from keel.configs.load import load_config
 from keel.configs.schema import BUSY_S, Config, ConfigError, EvalVariant
 from keel.data.dataset import Dataset, source_lines
 from keel.data.eval_store import EvaluationFolder, collect_samples
-from keel.data.pass_rate_filter import FilterFolder
 from keel.data.results import format_results, results
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.text import every_turn, final_text, marked_answer, thinking_text
@@ -105,7 +104,7 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
     variants = config.eval.each_variant
     for variant in variants:
         config.check_variant(variant)
-    policy = _choose_policy(recipe, overrides, "eval.checkpoint", config.eval.checkpoint)
+    policy = choose_policy(recipe, overrides, "eval.checkpoint", config.eval.checkpoint)
     sets = policy.sets
     if not any(sets.values()):
         raise ConfigError(
@@ -160,7 +159,7 @@ def _sample_variant(
     with _variant_runtime(config, runtime, variant) as changed:
         if len(config.eval.each_variant) > 1:
             print(f"variant {variant.name}", flush=True)
-        _sample_prompts(
+        sample_prompts(
             changed,
             [_as_asked(prompt, variant) for prompt, _ in sources.values()],
             config.eval.samples,
@@ -184,27 +183,6 @@ def _variant_runtime(config: Config, runtime: _Runtime, variant: EvalVariant) ->
         task = replace(runtime.task, config=changed)
         with run_episodes(task, runtime.pool) as agents:
             yield replace(runtime, task=task, agents=agents)
-
-
-def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
-    """Measure how often a checkpoint, the base model or an endpoint solves each training prompt,
-    and keep the prompts that are worth training on."""
-    config = load_config(recipe, overrides)
-    policy = _choose_policy(recipe, overrides, "filter.checkpoint", config.filter.checkpoint)
-    with FilterFolder(config, policy.dataset.train.sources, policy.identity) as out:
-        if prompts := out.waiting:
-            print(f"{policy.text}\n{len(prompts):,} prompts to sample, with {policy.label}")
-            with policy.running(out.path) as (runtime, stop):
-                _sample_prompts(
-                    runtime,
-                    prompts,
-                    config.filter.samples,
-                    config,
-                    record=out.record,
-                    note=out.progress,
-                    stop=stop,
-                )
-        print(out.finish())
 
 
 def _check_prompts_fit(
@@ -238,7 +216,7 @@ def _as_asked(prompt: Prompt, variant: EvalVariant) -> Prompt:
     return replace(prompt, thinking=thinking, messages=tuple(messages))
 
 
-def _choose_policy(
+def choose_policy(
     recipe: str, overrides: Sequence[str], knob: str, checkpoint: str
 ) -> _SampledPolicy:
     """Return the recipe's endpoint if it has one, or else the model at `checkpoint`. Error messages
@@ -359,7 +337,7 @@ def _group_timeout(config: Config) -> float:
     return sampling + config.scoring_timeout_s + rest
 
 
-def _sample_prompts(
+def sample_prompts(
     runtime: _Runtime,
     prompts: Sequence[Prompt],
     samples: int,

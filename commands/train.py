@@ -1,8 +1,6 @@
-"""`keel train`, `sft` and `pretrain`: run a recipe. `keel check`: validate it without running
-it."""
+"""`keel train`: run a recipe's reinforcement learning."""
 
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -12,16 +10,12 @@ from typing import Any
 from ray.exceptions import RayError
 
 from keel.commands.evaluate import extract_answer
-from keel.configs.load import load_config
-from keel.configs.paths import unwritable
-from keel.configs.schema import ConfigError
 from keel.model.ray_timeouts import RayLost, Unanswered, lost_reason
 from keel.rl.types import ScoredGroup
 from keel.trainer import loop
-from keel.trainer.launch import Runtime, SftRuntime, launch, launch_sft
+from keel.trainer.launch import Runtime, launch
 from keel.trainer.nonfinite import SHOWN_FINDINGS
-from keel.trainer.placement.nodes import planned_hardware
-from keel.trainer.prepare import Task, prepare
+from keel.trainer.prepare import prepare
 from keel.trainer.run.bad_batches import save_batch
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.progress import waiting
@@ -29,13 +23,11 @@ from keel.trainer.run.restarts import CollectiveTimeout, WorkerLost
 from keel.trainer.run.signals import FIRST, NOTHING_YET, Interrupt
 from keel.trainer.run.trajectory_files import TokenFile, TokenTexts
 from keel.trainer.run.view import View
-from keel.trainer.session import open_journal, restore_data, run_with_restarts, save_checkpoint
-from keel.trainer.sft import fit
+from keel.trainer.session import open_journal, run_with_restarts, save_checkpoint
 
 _LOST = (WorkerLost, CollectiveTimeout, RayLost, RayError, Unanswered)
 """Errors after which the learner can no longer save a checkpoint."""
 
-_PREEMPTED = "{signal}: stopping after this step, with a checkpoint"
 _AfterStep = Callable[[int, Mapping[str, float]], bool]
 """Called with each recorded step and its metrics. If it returns True, the run saves a checkpoint
 and ends."""
@@ -158,89 +150,3 @@ def _dump_bad_batch(
         return
     replay = shlex.join(["keel", "replay", str(folder), str(step)])
     say(f"step {step}: its batch is saved as {path}; {replay} trains on it again")
-
-
-def train_supervised(command: str, recipe: str, overrides: Sequence[str]) -> None:
-    """Train on the recipe's conversations (`keel sft`) or on its texts only (`keel pretrain`), or
-    resume the run."""
-    with waiting("checking the recipe and its data"):
-        task = prepare(recipe, overrides, supervised=True)
-    run_with_restarts(
-        [command, recipe, *overrides],
-        task,
-        lambda _, layouts: launch_sft(task, layouts=layouts),
-        _run_sft_loop,
-    )
-
-
-def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int) -> int:
-    task, learner, batches = runtime.task, runtime.learner, runtime.task.batches
-    assert batches is not None, "not a supervised task"
-    with ExitStack() as stack:
-        journal = open_journal(stack, folder, view, runtime, start=start)
-        interrupt = stack.enter_context(
-            Interrupt(view.say, preempted_first=_PREEMPTED, grace_s=task.config.run.grace_s)
-        )
-        save = partial(save_checkpoint, folder, task.config, learner, stop=interrupt, say=view.say)
-        return fit(
-            task.config,
-            batches=batches,
-            learner=learner,
-            journal=journal,
-            save=save,
-            should_stop=interrupt,
-            say=view.say,
-            should_abort=interrupt.should_abort,
-            start=start,
-        )
-
-
-def check(recipe: str, overrides: Sequence[str]) -> int:
-    """Validate a recipe for RL or supervised training and print the plan without starting
-    anything. Returns exit status 1 if a reward function fails on a sample completion."""
-    config = load_config(recipe, overrides)
-    check_task = partial(prepare, recipe, overrides, hardware=planned_hardware)
-    tasks: list[Task] = []
-    with waiting("checking the recipe and its prompts"):
-        if config.sft.sources:
-            tasks.append(check_task(supervised=True))
-        if config.data.sources:
-            tasks.append(check_task())
-    for i, task in enumerate(tasks):
-        if len(tasks) > 1:
-            print(f"{chr(10) if i else ''}keel {task.command}")
-        print(task.text(placed=True))
-    warnings = _check_writable(tasks[0])
-    folder = _run_folder(tasks)
-    if status := folder.status():
-        print(f"{folder.path} {status}")
-    for line in (*warnings, *folder.warnings()):
-        print(f"{'warning':<12} {line}")
-    failed = [line for task in tasks for line in task.failed]
-    for line in failed:
-        print(f"keel check: {line}", file=sys.stderr)
-    return 1 if failed else 0
-
-
-def _check_writable(task: Task) -> list[str]:
-    path = task.config.run.folder
-    if not (why := unwritable(path)):
-        return []
-    if task.hardware.found:
-        raise ConfigError(f"run.dir = {path}: cannot be written ({why}); choose another folder")
-    return [f"run.dir = {path}: cannot be written here ({why}); the run needs it on its machine"]
-
-
-def _run_folder(tasks: Sequence[Task]) -> RunFolder:
-    """Return the run folder of the first task in `tasks` that can resume it. If none can, raise the
-    ConfigError from the first task."""
-    errors: list[ConfigError] = []
-    for task in tasks:
-        folder = RunFolder(task.config, task.tokenizer_digest)
-        try:
-            folder.check()
-            restore_data(folder, task.restore)
-            return folder
-        except ConfigError as error:
-            errors.append(error)
-    raise errors[0]

@@ -6,16 +6,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import comb, fsum
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
-from keel.configs.schema import ConfigError
-from keel.data.eval_store import RIGHT, SampledPrompt, read_evaluation
+from keel.data.eval_store import RIGHT, SampledPrompt
 from keel.rl.summary import pass_at_k, passed
 
 
@@ -119,13 +116,13 @@ def _contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> fl
 def results(
     asked: Sequence[SampledPrompt], pass_at: Sequence[int], submissions: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """Summarize the completions by variant and prompt set (`_sets_of`)."""
+    """Summarize the completions by variant and prompt set (`sets_of`)."""
     result: dict[str, dict[str, Any]] = {}
     for variant in dict.fromkeys(one.variant for one in asked):
         chosen = [one for one in asked if one.variant == variant]
         result[variant] = {
             name: _summary([chosen[place] for place in places], pass_at, submissions)
-            for name, places in _sets_of(chosen).items()
+            for name, places in sets_of(chosen).items()
         }
     return result
 
@@ -137,7 +134,7 @@ def domains_to_show(domain_of: Mapping[str, str]) -> list[str]:
     return sorted(domain for domain, sources in domains.items() if sources != {domain})
 
 
-def _sets_of(asked: Sequence[SampledPrompt]) -> dict[str, list[int]]:
+def sets_of(asked: Sequence[SampledPrompt]) -> dict[str, list[int]]:
     domain_of = {one.source: one.domain for one in asked}
     sets = {s: [n for n, one in enumerate(asked) if one.source == s] for s in domain_of}
     for domain in domains_to_show(domain_of):
@@ -185,37 +182,8 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def compare(first: str, second: str) -> str:
-    """Compare pass@1 on the prompts that two `keel eval` folders have in common, and return a
-    table. Raises ConfigError if they share no prompts, or if prompts with the same name differ."""
-    before, after = (read_evaluation(Path(folder)) for folder in (first, second))
-    earlier = {(one.variant, one.id): one for one in before}
-    pairs = [(earlier[key], one) for one in after if (key := (one.variant, one.id)) in earlier]
-    both = f"{first}, {second}"
-    if not pairs:
-        raise ConfigError(
-            f"{both}: the two evaluations have no prompt of the same variant in common"
-        )
-    for one, other in pairs:
-        if one.digest != other.digest:
-            raise ConfigError(f"{both}: the two evaluations have different prompts called {one.id}")
-    rows = [["", "pairs", "pass@1", "95 %", "p"]]
-    variants = dict.fromkeys(other.variant for _, other in pairs)
-    for variant in variants:
-        chosen = [pair for pair in pairs if pair[1].variant == variant]
-        rates = [[one.passes / one.number for one in pair] for pair in chosen]
-        for name, places in _sets_of([other for _, other in chosen]).items():
-            of = _paired_difference(*zip(*(rates[n] for n in places), strict=True))
-            title = f"{variant}: {name}" if len(variants) > 1 else name
-            interval = f"{of.low:+.3f} … {of.high:+.3f}"
-            rows.append([title, f"{len(places):,}", f"{of.mean:+.3f}", interval, f"{of.p:.4f}"])
-    return "\n".join([f"{second} − {first}:", *align_columns(rows)])
-
-
 _Z = 1.959964  # normal quantile for a two-sided 95 % interval
-_RESAMPLES = 4000  # number of bootstrap resamples, and of sign flips
 _VOTES = 200  # number of random subsets of k completions for maj@k
-_CHUNK = 1 << 22  # maximum number of random numbers to draw at once
 
 
 def _pass_interval(passes_P: Sequence[int], samples_P: Sequence[int]) -> tuple[float, float]:
@@ -237,33 +205,6 @@ def _pass_interval(passes_P: Sequence[int], samples_P: Sequence[int]) -> tuple[f
     half = _Z / (1 + _Z**2 / number)
     half *= math.sqrt(share * (1 - share) / number + _Z**2 / (4 * number**2))
     return max(0.0, float(middle - half)), min(1.0, float(middle + half))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Difference:
-    """The difference between two measurements on the same prompts: second mean minus first mean."""
-
-    mean: float
-    low: float
-    high: float  # upper end of the 95 % bootstrap interval over prompts; `low` is the lower end
-    p: float  # P-value of the sign-flip permutation test over prompts
-
-
-def _paired_difference(first_P: Sequence[float], second_P: Sequence[float]) -> _Difference:
-    """Compare two measurements on the same prompts. The result is deterministic."""
-    d_P = np.asarray(second_P, float) - np.asarray(first_P, float)
-    rng, prompts, mean = np.random.default_rng(0), len(d_P), float(d_P.mean())
-    means, flipped = list[float](), list[float]()
-    while len(means) < _RESAMPLES:
-        draws = min(_RESAMPLES - len(means), max(1, _CHUNK // prompts))
-        means += d_P[rng.integers(0, prompts, (draws, prompts))].mean(1).tolist()
-        signs = rng.integers(0, 2, (draws, prompts)) * 2 - 1
-        flipped += (signs * d_P).mean(1).tolist()
-    low, high = np.quantile(means, (0.025, 0.975))
-    extreme = int((np.abs(flipped) >= abs(mean) - 1e-12).sum())
-    return _Difference(
-        mean=mean, low=float(low), high=float(high), p=(1 + extreme) / (1 + _RESAMPLES)
-    )
 
 
 def _majority_at_k(answers: Sequence[str], right: str, k: int) -> float:

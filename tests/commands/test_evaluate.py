@@ -15,7 +15,7 @@ import pytest
 
 from keel.commands import replay as module
 from keel.commands.cli import main
-from keel.commands.evaluate import _max_prompts_in_flight, _sample_prompts
+from keel.commands.evaluate import _max_prompts_in_flight, sample_prompts
 from keel.configs.load import load_config
 from keel.rl.metrics import Mean, Sum
 from keel.rl.types import Group, Prompt, ScoredGroup, StepResult, Trajectory
@@ -211,7 +211,7 @@ def test_completions_are_split_into_groups() -> None:
         recorded[prompt.prompt_id] = [len(made) + len(lost) for made, lost in completions]
 
     engines: Any = Fake()
-    _sample_prompts(engines, prompts, 10, config, record=record, note=str, stop=lambda: False)
+    sample_prompts(engines, prompts, 10, config, record=record, note=str, stop=lambda: False)
     assert engines.asked == [(each, size) for each in prompts for size in (4, 4, 2)]
     assert recorded == {each.prompt_id: [4, 4, 2] for each in prompts}
 
@@ -230,7 +230,7 @@ def test_stop_keeps_complete_prompts() -> None:
             return unfinished[-1]
 
     engines: Any = Stops()
-    _sample_prompts(
+    sample_prompts(
         engines,
         [prompt(f"p/{n}") for n in range(99)],
         10,

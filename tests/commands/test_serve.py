@@ -10,8 +10,8 @@ from typing import Any
 import openai
 import pytest
 
-from keel.commands import serve
-from keel.commands.serve import _server_options
+from keel.commands import chat, serve
+from keel.commands.serve import server_options
 from keel.configs.dump import dump_config
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
@@ -37,12 +37,12 @@ def write_model(folder: Path) -> Path:
 
 def test_export_keeps_name_and_sampling(tmp_path: Path) -> None:
     run = write_run(tmp_path / "school", "rollout.sampling.temperature=0.7")
-    options = _server_options(run)
+    options = server_options(run)
     assert (options["model"], options["served_model_name"]) == (str(run / "model"), "school")
     sampling = options["override_generation_config"]
     assert sampling["temperature"] == 0.7 and sampling.keys() == {*serve._SAMPLING}
-    assert _server_options(run / "model") == options
-    plain = _server_options(write_model(tmp_path / "plain"))
+    assert server_options(run / "model") == options
+    plain = server_options(write_model(tmp_path / "plain"))
     assert plain["served_model_name"] == "plain" and "override_generation_config" not in plain
 
 
@@ -50,9 +50,9 @@ def test_folder_without_model_is_refused(tmp_path: Path) -> None:
     begun = write_run(tmp_path / "begun", model=False)
     for path in (tmp_path, begun):
         with pytest.raises(ConfigError, match="neither"):
-            _server_options(path)
+            server_options(path)
     with pytest.raises(ConfigError, match=r"run\.steps=40"):
-        _server_options(write_run(tmp_path / "saved", model=False, checkpoint=40))
+        server_options(write_run(tmp_path / "saved", model=False, checkpoint=40))
 
 
 def test_heads_without_a_cpu_kernel_are_refused(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_heads_without_a_cpu_kernel_are_refused(tmp_path: Path) -> None:
 def test_command_line_overrides_the_recipe(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "rollout.sampling.temperature=0.7")
     words = ["temperature=0.1", "thinking=false", "max-model-len=512", "enforce_eager=false"]
-    options = _server_options(run, words)
+    options = server_options(run, words)
     assert options["override_generation_config"]["temperature"] == 0.1
     assert set(options["default_chat_template_kwargs"].values()) == {False}
     assert (options["max_model_len"], options["enforce_eager"]) == (512, False)
@@ -98,10 +98,10 @@ def completions(monkeypatch: pytest.MonkeyPatch) -> Completions:
     client: Any = SimpleNamespace(chat=SimpleNamespace(completions=completions))
 
     @contextmanager
-    def connected(*_: Any, **__: Any) -> Iterator[serve._ChatSession]:
-        yield serve._ChatSession(client, "m")
+    def connected(*_: Any, **__: Any) -> Iterator[chat._ChatSession]:
+        yield chat._ChatSession(client, "m")
 
-    monkeypatch.setattr(serve, "_open_chat", connected)
+    monkeypatch.setattr(chat, "_open_chat", connected)
     return completions
 
 
@@ -116,12 +116,12 @@ def test_conversation_continues_until_reset(
         return lines.pop(0)
 
     monkeypatch.setattr("builtins.input", read)
-    serve.chat(None, url="u", prompt=None, gpu=False)
+    chat.chat(None, url="u", prompt=None, gpu=False)
     kept = ["one", "a b", "stop", "a "]
     requests = [kept[:1], kept[:3], [*kept, "fail"], [*kept, "two"], ["three"]]
     assert completions.requests == requests
     completions.parts = ("\x1b]52;c;eA==\x07a\r", "\x9b2J\tb\n", "क्\u200dष\u3000")
     capsys.readouterr()
-    serve.chat(None, url="u", prompt="one", gpu=False)
+    chat.chat(None, url="u", prompt="one", gpu=False)
     # No control characters are printed.
     assert capsys.readouterr().out == "]52;c;eA==a2J\tb\nक्\u200dष\u3000\n"

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keel.commands.compare import _paired_difference, compare
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
 from keel.data.eval_store import EvaluationFolder, SampledPrompt
@@ -20,9 +21,7 @@ from keel.data.results import (
     _count_submissions,
     _fewest_steps_at_k,
     _majority_at_k,
-    _paired_difference,
     _pass_interval,
-    compare,
     format_results,
     results,
     scores_by_steps,

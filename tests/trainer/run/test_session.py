@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ObjectLostError, RayTaskError
 
+from keel.commands import check as check_module
 from keel.commands import exit_status
-from keel.commands import train as train_module
 from keel.commands.cli import main
 from keel.configs.load import load_config
 from keel.model import ray_timeouts
@@ -275,7 +275,7 @@ def test_preempted_command_has_its_own_status(
 ) -> None:
     monkeypatch.delenv("KEEL_TRACEBACK", raising=False)
     monkeypatch.setattr(exit_status, "lost_reason", lambda: "")
-    monkeypatch.setattr(train_module, "check", command)
+    monkeypatch.setattr(check_module, "check", command)
     assert main(["check", "quickstart"]) == status
     assert ("SIGTERM" in capsys.readouterr().err) == (status == PREEMPTED)
 
