@@ -119,7 +119,6 @@ def run_loop(
             should_stop=should_stop,
             dump_bad_batch=partial(_dump_bad_batch, folder.path, view.say),
             should_abort=runtime.with_watchdog(interrupt.should_abort),
-            should_skip_evaluation=interrupt,
             decoding_steps=lambda: runtime.pool.steps,
             handle_failure=handle_failure,
         )

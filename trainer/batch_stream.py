@@ -58,13 +58,15 @@ class BatchStream:
         position: Callable[[Sequence[Prompt]], Mapping[str, Any]],
         sample: Callable[[Prompt], Future[Group]],
         score: Callable[[Group], Future[ScoredGroup]],
+        should_abort: Callable[[], bool] = never_abort,
         start: int,
     ) -> None:
         """`next_prompts(n)` returns the next n prompts. `position(prompts)` returns the data
         position from which a resumed run would start with these prompts. `sample` and `score` must
-        return immediately and enforce their own timeouts. `start` is the last completed step."""
+        return immediately and enforce their own timeouts. Waits end with `Cancelled` once
+        `should_abort()` returns True. `start` is the last completed step."""
         self._next_prompts, self._position = next_prompts, position
-        self._sample, self._score = sample, score
+        self._sample, self._score, self._should_abort = sample, score, should_abort
         self._buffer = GroupBuffer(config.algorithm, steps=config.run.steps, start=start)
         self._timeout_s = config.group_timeout_s
         self._changed = threading.Condition(threading.RLock())
@@ -85,14 +87,12 @@ class BatchStream:
         for flight in flights:
             flight.cancel()
 
-    def take(
-        self, timed: Callable[[str], Any], should_abort: Callable[[], bool] = never_abort
-    ) -> Batch:
+    def take(self, timed: Callable[[str], Any]) -> Batch:
         """Wait for the next batch and return it. Enters `timed("rollout")` while the batch is being
         sampled, and `timed("reward")` once only scores are missing. Raises any error from sampling
         or scoring, `EmptyBatch`, `Cancelled`, or TimeoutError if no group arrives in time."""
         with self._changed:
-            while (aborted := should_abort()) or not self._buffer.ready():
+            while (aborted := self._should_abort()) or not self._buffer.ready():
                 if aborted:
                     raise Cancelled
                 if self._failure is not None:
@@ -100,15 +100,15 @@ class BatchStream:
                 awaited = self._buffer.awaited()
                 sampled = bool(awaited) and self._sampling.isdisjoint(awaited)
                 with timed("reward" if sampled else "rollout"):
-                    self._wait_for_change(should_abort)
+                    self._wait_for_change()
             batch = self._buffer.take()
         if not any(len(group.rewards_G) for group in batch.groups):
             raise EmptyBatch(batch.groups)
         return batch
 
-    def _wait_for_change(self, should_abort: Callable[[], bool]) -> None:
+    def _wait_for_change(self) -> None:
         end = time.monotonic() + self._timeout_s
-        while not self._changed.wait(min(POLL_S, self._timeout_s)) and not should_abort():
+        while not self._changed.wait(min(POLL_S, self._timeout_s)) and not self._should_abort():
             if time.monotonic() >= end:
                 raise TimeoutError(
                     f"waited {self._timeout_s:.0f} s for a group: {len(self._in_flight)} are in "
@@ -131,10 +131,10 @@ class BatchStream:
         self._update = update
         update.add_done_callback(on_updated)
 
-    def wait_for_update(self, should_abort: Callable[[], bool] = never_abort) -> None:
+    def wait_for_update(self) -> None:
         """Wait for the weight update passed to `track_update`, if any."""
         if self._update is not None:
-            wait_for(self._update, should_abort)
+            wait_for(self._update, self._should_abort)
 
     def position(self, untrained: Sequence[Prompt] = ()) -> Mapping[str, Any]:
         """Return the data position for a checkpoint. A run resumed from it skips all prompts that

@@ -92,9 +92,6 @@ class Parts:
     """Save the batch and the findings of a step with a non-finite gradient."""
     should_abort: Callable[[], bool]
     """Return True to end the run immediately. Raises an error if a process was lost."""
-    should_skip_evaluation: Callable[[], bool]
-    """Return True to cut an evaluation short. A resumed run repeats it. The last evaluation is
-    never cut short."""
     decoding_steps: Callable[[], int]
     """Return the total number of decoding steps of all engines."""
     handle_failure: Callable[[Exception], bool]
@@ -116,13 +113,13 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
         position=parts.prompts.position,
         sample=partial(parts.rollouts.submit, purpose="train"),
         score=partial(parts.rewards.submit, purpose="train"),
+        should_abort=parts.should_abort,
         start=start,
     )
-    should_abort = parts.should_abort
     guard = RunGuard(parts, run, stream, start)
     with guard.run():
         if start:  # the engines started from the base model
-            wait_for(parts.push(learner.version), should_abort)
+            wait_for(parts.push(learner.version), parts.should_abort)
         due = bool(parts.heldout) and evaluation_due(run, start)
         if start == 0 or (due and not parts.journal.evaluated(start)):  # the first, or missed
             parts.journal.begin("evaluating")
@@ -133,7 +130,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
         for step in range(start + 1, run.steps + 1):
             clock, version = Clock(), learner.version
             with guard.sampling():
-                batch = stream.take(clock.time, should_abort)
+                batch = stream.take(clock.time)
             parts.journal.begin("training")
             with clock.time("train"):
                 result = learner.step(batch.groups)
@@ -143,10 +140,10 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
             publishing = evaluating or step % algorithm.publish_every == 0
             if publishing and guard.continues(result):
                 with clock.time("sync"), guard.deferred_errors("publishing weights"):
-                    stream.wait_for_update(should_abort)
+                    stream.wait_for_update()
                     stream.track_update(step, parts.push(result.version))
                     if evaluating or algorithm.max_lag == 0:
-                        stream.wait_for_update(should_abort)
+                        stream.wait_for_update()
             sampled = summarize(batch.groups, version=version, discarded=batch.discarded)
             metrics = merge([sampled, batch.metrics, result.metrics])  # both may count drops
             metrics |= parts.rewards.metrics()
@@ -169,8 +166,8 @@ def evaluation_due(run: RunConfig, step: int) -> bool:
 def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
     """Evaluate every held-out set and return `eval/<set>/pass@1`, `score` and `unscored` for each
     (see `keel.rl.summary`). Raises `Cancelled` if `parts.should_abort()` returns True or, before
-    the last step, if `parts.should_skip_evaluation()` does."""
-    should_skip = parts.should_skip_evaluation if step < config.run.steps else never_abort
+    the last step, if `parts.should_stop()` does. A resumed run repeats the evaluation."""
+    should_skip = parts.should_stop if step < config.run.steps else never_abort
     score = partial(parts.rewards.submit, purpose="eval")
     scored = {
         name: [then(parts.rollouts.submit(prompt, "eval"), score) for prompt in prompts]

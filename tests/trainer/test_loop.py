@@ -119,8 +119,6 @@ class FakeRun:
     def hurry(self) -> bool:
         return False
 
-    leave = hurry
-
     def whole(self, error: Exception) -> bool:
         return True
 
@@ -136,7 +134,6 @@ class FakeRun:
             save=self.save,
             should_stop=self.stop,
             should_abort=self.hurry,
-            should_skip_evaluation=self.leave,
             dump_bad_batch=self.keep,
             decoding_steps=lambda: 0,
             handle_failure=self.whole,
@@ -234,9 +231,6 @@ class Disturbed(FakeRun):
 
     def hurry(self) -> bool:
         return self.by("abort")
-
-    def leave(self) -> bool:
-        return self.by("stop")
 
     def stop(self) -> bool:
         return self.by("abort", "stop")
