@@ -34,7 +34,7 @@ from keel.rollout.engine.patches import (
     shorten_warm_up,
 )
 from keel.rollout.engine.templated_requests import TemplatedRequests
-from keel.rollout.recording.base import Recorder, RecordingOptions, core_of, recorder_name
+from keel.rollout.recording.base import Recorder, core_of, recorder_name
 from keel.rollout.recording.native import NativeRecorder
 from keel.rollout.recording.packed import PackedRecorder
 from keel.rollout.recording.v1 import V1Recorder
@@ -156,16 +156,13 @@ class VllmEngine:
 
         config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=False)
         text = config.get_text_config()
-        self._records_routes = spec.keep_routing and is_moe(text)
-        self._records_masks = spec.keep_sampling_mask
         # Contexts of at most this many tokens are attended to whole.
         index_top_k = getattr(text, "index_topk", 0)
-        self._records_selection = spec.keep_selection and 0 < index_top_k < spec.max_model_len
         name = recorder_name(spec.config, gpu=not cpu, full_attention=full_attention(text))
         self._recorder = _RECORDERS[name](
-            routes=self._records_routes,
-            sampling_mask=self._records_masks and spec.config.sampling.truncated,
-            selection=self._records_selection,
+            routes=spec.keep_routing and is_moe(text),
+            sampling_mask=spec.keep_sampling_mask and spec.config.sampling.truncated,
+            selection=spec.keep_selection and 0 < index_top_k < spec.max_model_len,
         )
         if spec.batch_invariant:
             install_invariant_kernels()
@@ -218,12 +215,7 @@ class VllmEngine:
         job = self._jobs[number] = Job(
             request=request, context=context, max_tokens=max_tokens, thinking=thinking
         )
-        recording = RecordingOptions(
-            routes=record and self._records_routes,
-            sampling_mask=record and self._records_masks and sampling.truncated,
-            selection=record and self._records_selection,
-            routes_from=routes_from,
-        )
+        recording = self._recorder.options(sampling, record=record, routes_from=routes_from)
         params: dict[str, Any] = {
             "max_tokens": max_tokens,
             "temperature": sampling.temperature,

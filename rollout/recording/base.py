@@ -59,6 +59,18 @@ class Recorder(ABC):
     def attach(self, engine: LLMEngine) -> None:
         """Attach the recorder to an engine. Raises ValueError if the model isn't supported."""
 
+    def options(
+        self, sampling: SamplingConfig, *, record: bool, routes_from: int
+    ) -> RecordingOptions:
+        """Return what to record for a request: nothing unless `record` is set, and no sampling
+        masks unless its sampling is truncated."""
+        return RecordingOptions(
+            routes=record and self._records_routes,
+            sampling_mask=record and self._records_masks and sampling.truncated,
+            selection=record and self._records_selection,
+            routes_from=routes_from,
+        )
+
     def sampling_args(self, sampling: SamplingConfig, options: RecordingOptions) -> dict[str, Any]:
         """Return extra `SamplingParams` for a request."""
         return {}

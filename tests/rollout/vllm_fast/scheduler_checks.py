@@ -4,7 +4,7 @@ recordings. This module imports vLLM."""
 
 from collections import deque
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -362,6 +362,15 @@ class RoutedPlay(Play):
     def read(self, blocks: Any, first: int, tokens: int) -> Any:
         return self.runner.table[slots_of(blocks, np.arange(first, tokens))]
 
+    def rows(self, name: str, first: int, tokens: int) -> Any:
+        """Return the rows of a finished request."""
+        blocks = self.scheduler.finished_blocks.pop(name)  # type: ignore[attr-defined]
+
+        def read_after(count: int) -> Any:
+            return self.read(blocks, first + count, tokens)
+
+        return self.saver._rows(name, tokens - first, read_after)
+
     def add(self, name: str, prompt: int, limit: int) -> None:
         # Every second request acts like a later turn.
         first = prompt // 2 if len(self.wanted) % 2 else 0
@@ -374,10 +383,8 @@ class RoutedPlay(Play):
         super().step()
         for name in set(self.ended) - ended:
             tokens = len(self.contexts[name]) + len(self.answers[name]) - 1
-            blocks = self.scheduler.finished_blocks.pop(name)  # type: ignore[attr-defined]
             first = self.wanted[name].routes_from
-            read = partial(self.read, blocks, first, tokens)
-            rows = self.saver._rows(name, tokens - first, read)
+            rows = self.rows(name, first, tokens)
             versions = self.versions[name]
             assert rows[:, 1].tolist() == list(range(first, tokens))
             of_all = [versions[0]] * len(self.contexts[name]) + versions[1:]
