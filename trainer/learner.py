@@ -55,7 +55,7 @@ process."""
 _LOG = logging.getLogger(__name__)
 
 
-class Learner(RankCalls):
+class Learner:
     """Controls the trainer ranks from the driver."""
 
     def __init__(
@@ -88,10 +88,11 @@ class Learner(RankCalls):
             for rank in range(config.trainer.ranks)
         ]
         transfer = config.rollout.weight_transfer
-        direct = transfer == "direct" or (transfer == "auto" and gpu)
-        super().__init__(ranks, config, direct=direct)
+        self.direct = transfer == "direct" or (transfer == "auto" and gpu)
+        """True if the ranks send their weights to the engines themselves."""
+        self._ranks, self._config = RankCalls(ranks, config, direct=self.direct), config
         self._put_to_sleep, self._oom_recovery = put_to_sleep, oom_recovery
-        self._prepared = self._submit("prepare", [()] * len(ranks))
+        self._prepared = self._ranks.submit("prepare", [()] * len(ranks))
         self._senders: list[threading.Thread] = []
         self.version = 0
         """Version of the ranks' weights."""
@@ -107,7 +108,7 @@ class Learner(RankCalls):
         """
         seconds = self._config.run.startup_timeout_s
         what = "loading the trainer's libraries and model"
-        self._wait(self._prepared, CallDeadline(what, seconds, "run.startup_timeout_s"))
+        self._ranks.wait(self._prepared, CallDeadline(what, seconds, "run.startup_timeout_s"))
 
     def start(self) -> list[str]:
         """Load the model on every rank within `run.startup_timeout_s`. Returns the notes from rank
@@ -116,15 +117,17 @@ class Learner(RankCalls):
         deadline = CallDeadline("the trainer's start", seconds, "run.startup_timeout_s")
         mark = self._config.run.folder.absolute() / MARK
         text = mark.read_text() if mark.exists() else ""
-        self._locations = self._call_all("location", str(mark), deadline=deadline)
-        for rank, location in enumerate(self._locations):
+        self._ranks.locations = self._ranks.call_all("location", str(mark), deadline=deadline)
+        for rank, location in enumerate(self._ranks.locations):
             if text and location.mark != text:
                 raise ConfigError(
                     f"run.dir = {mark.parent}: trainer rank {rank} on {location.host} "
                     "does not see it. It must be on a file system that all machines share"
                 )
-        (rendezvous,) = self._wait([ray_timeouts.call(self._ranks[0].listen)], deadline)
-        return self._call_all("start", rendezvous, deadline=deadline)[0]
+        (rendezvous,) = self._ranks.wait(
+            [ray_timeouts.call(self._ranks.actors[0].listen)], deadline
+        )
+        return self._ranks.call_all("start", rendezvous, deadline=deadline)[0]
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
         """Take the optimizer steps for a batch. Each rank fetches the recordings of its replica's
@@ -162,12 +165,12 @@ class Learner(RankCalls):
 
     def _pack(self, plans: Sequence[Sequence[PackPlan]]) -> set[Any]:
         """Pack the next step's batches on the ranks. Returns references to lost recordings."""
-        return set[Any]().union(*self._call_replicas("pack", plans, "packing"))
+        return set[Any]().union(*self._ranks.call_replicas("pack", plans, "packing"))
 
     def _step_packed(self, steps: int, examples: Sequence[ScoredGroup | SftExample]) -> StepResult:
         """Take `steps` optimizer steps on the batches from `_pack`."""
-        arguments = [()] * len(self._ranks)
-        reports: list[StepReport] = self._call_timed("step", arguments, STEP, steps)
+        arguments = [()] * len(self._ranks.actors)
+        reports: list[StepReport] = self._ranks.call_timed("step", arguments, STEP, steps)
         if reports[0].out_of_memory:
             raise OutOfMemory(f"{STEP} did not fit: {reports[0].out_of_memory}", dropped=True)
         self.version = reports[0].version
@@ -206,8 +209,8 @@ class Learner(RankCalls):
         trainers = (self._config.trainer, config.trainer)
         before, now = ((t.activation_checkpointing, t.keeps_attention) for t in trainers)
         if now != before:
-            deadline = self._deadline("switching activation checkpointing")
-            self._call_all("checkpoint_activations", now[1], deadline=deadline)
+            deadline = self._ranks.deadline("switching activation checkpointing")
+            self._ranks.call_all("checkpoint_activations", now[1], deadline=deadline)
         self._config = config
 
     def evaluate_nll(
@@ -230,25 +233,25 @@ class Learner(RankCalls):
                     for own, one in zip(plans, row, strict=True)
                 ]
                 what = f"evaluating conversations of {name}"
-                parts += self._call_replicas("evaluate_nll", pieces, what)
+                parts += self._ranks.call_replicas("evaluate_nll", pieces, what)
         return merge(parts)
 
     def put_engines_to_sleep(self) -> None:
         ray_timeouts.await_future(self._put_to_sleep())
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
-        return self._call_all("put_weights", deadline=self._deadline("the weights"))[0]
+        return self._ranks.call_all("put_weights", deadline=self._ranks.deadline("the weights"))[0]
 
     def send_weights(self, engines: Mapping[int, Any]) -> dict[int, Future[int]]:
         """Send the current weights to engines, given as actors by index, once the ranks are idle.
         Rank i sends to engines i, i + ranks, and so on. Returns a future for each engine, which
         resolves to the engine's new weight version or raises an error from the engine or rank."""
         sent = {index: Future[int]() for index in engines}
-        ranks = len(self._ranks)
+        ranks = len(self._ranks.actors)
         parts: list[dict[int, Any]] = [{} for _ in range(ranks)]
         for index, actor in engines.items():
             parts[index % ranks][index] = actor
-        refs = self._submit("send_weights", [(part,) for part in parts])
+        refs = self._ranks.submit("send_weights", [(part,) for part in parts])
 
         def settle(results: Mapping[int, int | Exception]) -> None:
             for index, result in results.items():
@@ -260,7 +263,9 @@ class Learner(RankCalls):
 
         def wait() -> None:
             try:
-                self._wait(refs, self._deadline("sending weights to the engines"), settle)
+                self._ranks.wait(
+                    refs, self._ranks.deadline("sending weights to the engines"), settle
+                )
             except Exception as error:  # the futures' waiters handle it
                 settle(dict.fromkeys(sent, error))
 
@@ -282,10 +287,12 @@ class Learner(RankCalls):
 
     def _with_folder(self, method: str, folder: Path, what: str) -> list[Any]:
         self.put_engines_to_sleep()
-        return self._call_all(method, str(folder.absolute()), deadline=self._deadline(what))
+        return self._ranks.call_all(
+            method, str(folder.absolute()), deadline=self._ranks.deadline(what)
+        )
 
     def shutdown(self) -> None:
-        for rank in self._ranks:
+        for rank in self._ranks.actors:
             ray_timeouts.kill(rank)
         for sender in self._senders:  # these threads wait on Ray, which ends next
             sender.join(JOIN_S)

@@ -63,51 +63,52 @@ class RankCalls:
     def __init__(self, ranks: Sequence[Any], config: Config, *, direct: bool) -> None:
         """Set `direct` if the ranks send weights to the engines themselves, so that calls
         may have to wait for them."""
-        self._ranks, self._config, self.direct = ranks, config, direct
+        self.actors, self._config, self._direct = ranks, config, direct
         self._order = threading.Lock()
         """Lock held while calling all ranks, so that every rank receives its calls in the same
         order."""
-        self._locations: list[RankLocation] = []
+        self.locations: list[RankLocation] = []
+        """Named in messages about lost ranks."""
         self._longest_s: dict[str, float] = {}
         """Duration of the longest call of each kind."""
 
-    def _submit(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
+    def submit(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
         """Call a method on every rank, with that rank's arguments, and return the references."""
         with self._order:
             return [
                 ray_timeouts.call(getattr(rank, method), *own)
-                for rank, own in zip(self._ranks, arguments, strict=True)
+                for rank, own in zip(self.actors, arguments, strict=True)
             ]
 
-    def _call_all(self, method: str, *arguments: object, deadline: CallDeadline) -> list[Any]:
-        return self._wait(self._submit(method, [arguments] * len(self._ranks)), deadline)
+    def call_all(self, method: str, *arguments: object, deadline: CallDeadline) -> list[Any]:
+        return self.wait(self.submit(method, [arguments] * len(self.actors)), deadline)
 
-    def _call_replicas(self, method: str, inputs: Sequence[Any], what: str) -> list[Any]:
+    def call_replicas(self, method: str, inputs: Sequence[Any], what: str) -> list[Any]:
         """Call `method` on every rank with the input of its data-parallel replica. See
-        `_call_timed`."""
+        `call_timed`."""
         stored = [(ray_timeouts.put(one),) for one in inputs]  # each rank fetches only its own
         size = self._config.trainer.sequence_parallel
-        arguments = [stored[rank // size] for rank in range(len(self._ranks))]
-        return self._call_timed(method, arguments, what)
+        arguments = [stored[rank // size] for rank in range(len(self.actors))]
+        return self.call_timed(method, arguments, what)
 
-    def _call_timed(
+    def call_timed(
         self, method: str, arguments: Sequence[tuple[object, ...]], what: str, steps: int = 1
     ) -> list[Any]:
         """Call `method` on every rank with that rank's arguments. The deadline allows for `steps`
         optimizer steps and for the duration of earlier calls."""
         began = time.monotonic()
-        refs = self._submit(method, arguments)
-        answers = self._wait(refs, self._deadline(what, steps, estimated=True))
+        refs = self.submit(method, arguments)
+        answers = self.wait(refs, self.deadline(what, steps, estimated=True))
         if not getattr(answers[0], "out_of_memory", ""):  # such a step ended early
             seconds = time.monotonic() - began
             self._longest_s[what] = max(self._longest_s.get(what, 0.0), seconds)
         return answers
 
-    def _deadline(self, what: str, steps: int = 1, *, estimated: bool = False) -> CallDeadline:
+    def deadline(self, what: str, steps: int = 1, *, estimated: bool = False) -> CallDeadline:
         """Return the deadline of a call: `trainer.timeout_s` per optimizer step, plus the time to
         send weights, because a rank may still be sending. If `estimated` is set and the longest
         call so far suggests less, the deadline is shorter."""
-        sending_s = self._config.sending_timeout_s if self.direct else 0.0
+        sending_s = self._config.sending_timeout_s if self._direct else 0.0
         knob = "trainer.timeout_s"
         knob += ", and rollout.update_timeout_s of engines" * (sending_s > 0)
         seconds = steps * self._config.trainer.timeout_s + sending_s
@@ -119,7 +120,7 @@ class RankCalls:
                 return CallDeadline(what, expected, knob)
         return CallDeadline(what, seconds, knob)
 
-    def _wait(
+    def wait(
         self,
         refs: Sequence[ray.ObjectRef[Any]],
         deadline: CallDeadline,
@@ -164,9 +165,9 @@ class RankCalls:
         return [results[rank] for rank in range(len(refs))]
 
     def _describe_rank(self, rank: int) -> str:
-        if rank >= len(self._locations):  # not known before the start
+        if rank >= len(self.locations):  # not known before the start
             return ""
-        return f" (process {self._locations[rank].pid} on {self._locations[rank].host})"
+        return f" (process {self.locations[rank].pid} on {self.locations[rank].host})"
 
     def _combine_failures(
         self, failures: Mapping[int, RayError], what: str, *, stuck: bool
@@ -183,7 +184,7 @@ class RankCalls:
             why = ray_timeouts.death_reason(error)
             text = f"trainer rank {rank} died during {what}{why and ': '}{why}"
             if place := self._describe_rank(rank):
-                text += f"{place}\n{self._locations[rank].last_lines()}"
+                text += f"{place}\n{self.locations[rank].last_lines()}"
         kind: type[RuntimeError] = CollectiveTimeout if stuck else RuntimeError
         if what == STEP and _error_name(cause) == "OutOfMemoryError":
             kind = OutOfMemory

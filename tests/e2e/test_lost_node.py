@@ -99,7 +99,9 @@ def test_run_uses_the_ranks_that_fit(
         def step(self, *arguments: Any, **options: Any) -> Any:
             if (len(starts), self.version) == (1, SHORT_AFTER):
                 add_node(cluster, num_cpus=RANK_CPUS)
-                ray.get(self._ranks[1].__ray_call__.remote(short_of_memory), timeout=DEADLINE_S)
+                ray.get(
+                    self._ranks.actors[1].__ray_call__.remote(short_of_memory), timeout=DEADLINE_S
+                )
             if (len(starts), self.version) == (2, LOST_AFTER):
                 for lost in [*cluster.worker_nodes]:
                     cluster.remove_node(lost, allow_graceful=False)

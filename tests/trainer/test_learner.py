@@ -1,7 +1,6 @@
 """The driver's learner without Ray, and failed starts; `test_learner_on_ray.py` has the rest."""
 
 import math
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -37,7 +36,7 @@ from keel.trainer.nonfinite import (
     describe_findings,
 )
 from keel.trainer.placement.hardware import Hardware
-from keel.trainer.rank_calls import STEP, CallDeadline
+from keel.trainer.rank_calls import STEP, CallDeadline, RankCalls
 from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
 from tests.rl.packed import pack
 from tests.rl.rollouts import scored, segment, trajectory
@@ -67,13 +66,14 @@ class Ranks:
 
     def learner(self, config: Config, *, direct: bool = False) -> Learner:
         learner = object.__new__(Learner)
-        learner._config, learner.direct, learner._ranks = config, direct, self._actors
-        learner._order, learner._locations = threading.Lock(), []
-        learner._senders, learner._longest_s = [], {}
+        learner._config, learner._senders = config, []
+        learner._ranks = RankCalls(self._actors, config, direct=direct)
         return learner
 
     def ask(self, learner: Learner, seconds: float, what: str = "a step") -> list[Any]:
-        return learner._call_all("step", deadline=CallDeadline(what, seconds, "trainer.timeout_s"))
+        return learner._ranks.call_all(
+            "step", deadline=CallDeadline(what, seconds, "trainer.timeout_s")
+        )
 
     def _call(self, rank: int, *arguments: Any) -> int:
         self.calls.append((rank, *arguments))
@@ -168,7 +168,7 @@ def test_deadline_scales_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     segments = (supervised_segment("s", [*range(5)], [False] + [True] * 4),)
     examples = [SftExample(prompt_id="c", segments=segments)]
     (plan,) = plan_sft(examples, replicas=1, micro_batch_tokens=5)
-    waited, wait = list[float](), learner._wait
+    waited, wait = list[float](), learner._ranks.wait
 
     def noted(refs: Sequence[Any], limit: CallDeadline) -> list[Any]:
         if limit.what == "packing":
@@ -176,9 +176,9 @@ def test_deadline_scales_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         waited.append(limit.seconds)
         return wait(refs, limit)
 
-    monkeypatch.setattr(learner, "_wait", noted)
+    monkeypatch.setattr(learner._ranks, "wait", noted)
     for steps in (1, 4):
-        learner._longest_s = {}
+        learner._ranks._longest_s = {}
         assert learner.step_on([[plan] * steps], examples).version == 3
     assert waited == [60, 240]
 

@@ -101,7 +101,7 @@ def test_run_save_resume_and_lost_rank(model: Path, tmp_path: Path) -> None:
     assert last.version == first.version == 4 + 2 + 1
     same(weights(first), straight)
 
-    victim = first._locations[1]
+    victim = first._ranks.locations[1]
     os.kill(victim.pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match=r"trainer rank 1 died during packing") as info:
         first.step(groups)

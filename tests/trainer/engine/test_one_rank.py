@@ -29,6 +29,7 @@ from keel.trainer.engine.engine import TrainerEngine
 from keel.trainer.learner import Learner, TrainerWorker, plan_batches
 from keel.trainer.placement.elastic import OomRecovery
 from keel.trainer.placement.layouts import _CACHE_FILE
+from keel.trainer.rank_calls import RankCalls
 from keel.trainer.run.restarts import UpdateOutOfMemory
 from tests.rl.packed import pack
 from tests.trainer.engine.batches import Rollouts, write_model
@@ -348,6 +349,21 @@ SCENARIOS = {1: {"alone": alone, **LORAS, "compared": compared}}
 STEPS = 3
 
 
+class LocalCalls(RankCalls):
+    """Calls a rank in this process."""
+
+    def call_replicas(self, method: str, inputs: Sequence[Any], what: str) -> list[Any]:
+        return [getattr(self.actors[0], method)(inputs[0])]
+
+    def call_timed(
+        self, method: str, arguments: Sequence[Any], what: str, steps: int = 1
+    ) -> list[Any]:
+        return [getattr(self.actors[0], method)(*arguments[0])]
+
+    def call_all(self, method: str, *arguments: object, deadline: object) -> list[Any]:
+        return [getattr(self.actors[0], method)(*arguments)]
+
+
 class Local(Learner):
     """A learner with one rank in this process."""
 
@@ -357,18 +373,7 @@ class Local(Learner):
         self._config, self._put_to_sleep, self._oom_recovery = config, done, oom_recovery
         self.worker = TrainerWorker(0, str(model), config, gpu=False)
         self.worker._engine = TrainerEngine(str(model), config)
-        self._ranks = [self.worker]
-
-    def _call_replicas(self, method: str, inputs: Sequence[Any], what: str) -> list[Any]:
-        return [getattr(self.worker, method)(inputs[0])]
-
-    def _call_timed(
-        self, method: str, arguments: Sequence[Any], what: str, steps: int = 1
-    ) -> list[Any]:
-        return [getattr(self.worker, method)(*arguments[0])]
-
-    def _call_all(self, method: str, *arguments: object, deadline: object) -> list[Any]:
-        return [getattr(self.worker, method)(*arguments)]
+        self._ranks = LocalCalls([self.worker], config, direct=False)
 
     def weights(self) -> dict[str, torch.Tensor]:
         module = self.worker.engine._network
