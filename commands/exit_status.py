@@ -12,7 +12,7 @@ from keel.configs.schema import ConfigError
 from keel.model.ray_timeouts import RayLost, lost_reason
 from keel.trainer.placement.ray_internals import exit_now
 from keel.trainer.run import checkpoint
-from keel.trainer.run.restarts import WorkerLost
+from keel.trainer.run.errors import WorkerLost
 from keel.trainer.run.signals import (
     FAILED,
     INTERRUPTED,

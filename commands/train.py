@@ -17,9 +17,9 @@ from keel.trainer.launch import Runtime, launch
 from keel.trainer.nonfinite import SHOWN_FINDINGS
 from keel.trainer.prepare import prepare
 from keel.trainer.run.bad_batches import save_batch
+from keel.trainer.run.errors import CollectiveTimeout, WorkerLost
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.progress import waiting
-from keel.trainer.run.restarts import CollectiveTimeout, WorkerLost
 from keel.trainer.run.signals import FIRST, NOTHING_YET, Interrupt
 from keel.trainer.run.trajectory_files import TokenFile, TokenTexts
 from keel.trainer.run.view import View

@@ -50,8 +50,8 @@ from keel.trainer.placement.nodes import (
 )
 from keel.trainer.placement.watchdog import Watchdog, start_watchdog
 from keel.trainer.prepare import Task, length_rules
+from keel.trainer.run.errors import WorkerLost
 from keel.trainer.run.progress import waiting
-from keel.trainer.run.restarts import WorkerLost
 from keel.trainer.work_nodes import WorkNodes
 from keel.weights.sync import WeightSync
 

@@ -31,9 +31,9 @@ from keel.trainer.nonfinite import Finding, describe_findings
 from keel.trainer.placement.hardware import RANK_CPUS
 from keel.trainer.placement.watchdog import available_cores
 from keel.trainer.rank_calls import STEP, CallDeadline, RankCalls, RankLocation
+from keel.trainer.run.errors import OutOfMemory, WorkerLost
 from keel.trainer.run.folder import MARK
 from keel.trainer.run.manifest import Entry
-from keel.trainer.run.restarts import OutOfMemory, WorkerLost
 from keel.trainer.run.trajectory_files import saved_segments
 
 if TYPE_CHECKING:

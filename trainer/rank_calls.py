@@ -19,7 +19,7 @@ from keel.configs.schema import Config
 from keel.model import ray_timeouts
 from keel.model.ray_timeouts import NODE_LOST_S
 from keel.trainer.run.checkpoint import SaveError
-from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
+from keel.trainer.run.errors import CollectiveTimeout, OutOfMemory, WorkerLost
 
 STEP = "an optimizer step"
 _REPORT_S = 5.0  # for the other ranks' reports if one has failed, unless a lost rank is the cause

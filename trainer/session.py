@@ -3,6 +3,7 @@ print a summary."""
 
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -15,23 +16,44 @@ from ray.exceptions import RayError
 from keel.configs.schema import Config, ConfigError
 from keel.model.ray_timeouts import RayLost, is_loss, lost_reason
 from keel.rl.metrics import MEASURES
+from keel.rl.supervisor import RestartLimit
 from keel.trainer.launch import Runtime, SftRuntime
 from keel.trainer.placement.elastic import ElasticLayouts
 from keel.trainer.placement.layouts import save_choice
 from keel.trainer.placement.step_time import token_flops
 from keel.trainer.prepare import Task
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
+from keel.trainer.run.errors import RESUME_HINT, OutOfMemory, WorkerLost
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import CostRates, Journal, note
 from keel.trainer.run.manifest import check_exported
 from keel.trainer.run.progress import waiting
-from keel.trainer.run.restarts import OutOfMemory, Restarts, WorkerLost
 from keel.trainer.run.signals import preemption_signal, print_line, stop_requested
 from keel.trainer.run.trackers import check_trackers, open_trackers
 from keel.trainer.run.trajectory_files import TokenFile
 from keel.trainer.run.view import View, open_view
 
 S = TypeVar("S")
+
+
+class Restarts:
+    """Limits how many times engines and trainer can be restarted."""
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._restarts = limit, RestartLimit(limit, clock=clock)
+        self.started = False
+        """True once training has begun. A run that fails earlier is not restarted."""
+
+    def count(self, error: WorkerLost) -> None:
+        """Count a restart. Raises WorkerLost if the limit is exceeded or training hasn't begun
+        yet."""
+        if not self.started:
+            raise error
+        if times := self._restarts.count():
+            raise WorkerLost(
+                f"{error}\nThe run failed {times}, and run.max_restarts = {self._limit}. "
+                f"{RESUME_HINT.capitalize()}"
+            ) from error
 
 
 def run_with_restarts(

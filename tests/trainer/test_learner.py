@@ -37,7 +37,7 @@ from keel.trainer.nonfinite import (
 )
 from keel.trainer.placement.hardware import Hardware
 from keel.trainer.rank_calls import STEP, CallDeadline, RankCalls
-from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
+from keel.trainer.run.errors import CollectiveTimeout, OutOfMemory, WorkerLost
 from tests.rl.packed import pack
 from tests.rl.rollouts import scored, segment, trajectory
 from tests.trainer.engine.ranks import make_config

@@ -26,8 +26,8 @@ from keel.rollout.spec import EngineSpec
 from keel.trainer.engine.weights import _write_tokenizer
 from keel.trainer.prepare import Task, prepare
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
+from keel.trainer.run.errors import CollectiveTimeout
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.restarts import CollectiveTimeout
 from keel.trainer.run.view import View
 from tests.model.stand_in import stand_in
 from tests.trainer.machines import NOTHING, Accepted, Machine, at

@@ -17,7 +17,7 @@ from keel.rollout.engine import worker
 from keel.rollout.engine.worker import RolloutWorker
 from keel.rollout.spec import GroupRequest
 from keel.trainer.learner import Learner
-from keel.trainer.run.restarts import WorkerLost
+from keel.trainer.run.errors import WorkerLost
 from tests.buckets import unpack_bucket
 from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.scenarios import make_config

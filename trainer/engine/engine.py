@@ -69,8 +69,8 @@ from keel.trainer.engine.weights import (
     read_once,
 )
 from keel.trainer.nonfinite import Finding, NanTracer, SkipCounter
+from keel.trainer.run.errors import UpdateOutOfMemory
 from keel.trainer.run.manifest import Entry
-from keel.trainer.run.restarts import UpdateOutOfMemory
 from keel.weights.channel import FlatBucket
 
 MIB = 2**20

@@ -26,9 +26,9 @@ from keel.trainer.placement.layouts import Values, choose, update_choice, with_v
 from keel.trainer.placement.nodes import cluster_nodes
 from keel.trainer.placement.watchdog import can_connect
 from keel.trainer.run import checkpoint
+from keel.trainer.run.errors import RESUME_HINT, OutOfMemory
 from keel.trainer.run.journal import note
 from keel.trainer.run.progress import waiting
-from keel.trainer.run.restarts import RESUME_HINT, OutOfMemory
 
 _POLL_S = 2.0
 _THREADS = 32

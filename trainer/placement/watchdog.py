@@ -33,7 +33,7 @@ from keel.rl.futures import on_thread
 from keel.rl.supervisor import JOIN_S
 from keel.trainer.placement.hardware import RANK
 from keel.trainer.placement.ray_internals import exit_now, own_processes
-from keel.trainer.run.restarts import WorkerLost
+from keel.trainer.run.errors import WorkerLost
 
 _RAYLET = "Ray's node process (raylet)"
 RAY_PROCESSES = {"raylet": _RAYLET, "gcs_server": "Ray's control service (GCS)"}

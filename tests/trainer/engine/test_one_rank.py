@@ -30,7 +30,7 @@ from keel.trainer.learner import Learner, TrainerWorker, plan_batches
 from keel.trainer.placement.elastic import OomRecovery
 from keel.trainer.placement.layouts import _CACHE_FILE
 from keel.trainer.rank_calls import RankCalls
-from keel.trainer.run.restarts import UpdateOutOfMemory
+from keel.trainer.run.errors import UpdateOutOfMemory
 from tests.rl.packed import pack
 from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.scenarios import (

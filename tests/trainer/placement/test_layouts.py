@@ -44,8 +44,8 @@ from keel.trainer.placement.layouts import (
 from keel.trainer.placement.memory import GIB, RANK_SPARE
 from keel.trainer.placement.plan import make_plan, plan_on
 from keel.trainer.run.checkpoint import _STATE
+from keel.trainer.run.errors import OutOfMemory
 from keel.trainer.run.journal import EVENTS
-from keel.trainer.run.restarts import OutOfMemory
 from tests.trainer.placement.shapes import SHAPES, SOURCE, facts, machine, recipe, sft_recipe
 
 

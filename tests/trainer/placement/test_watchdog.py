@@ -27,7 +27,7 @@ from keel.trainer.placement.watchdog import (
     _NodeHealth,
     _wait_for_partition,
 )
-from keel.trainer.run.restarts import WorkerLost
+from keel.trainer.run.errors import WorkerLost
 from tests.waiting import wait_for
 
 EMPTY = _NodeHealth()

@@ -23,6 +23,7 @@ from keel.trainer.run.checkpoint import (
 from keel.trainer.run.checkpoint import (
     save as save_state,
 )
+from keel.trainer.run.errors import CollectiveTimeout, WorkerLost
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.manifest import (
     MANIFEST,
@@ -33,7 +34,6 @@ from keel.trainer.run.manifest import (
     seal,
     write_manifest,
 )
-from keel.trainer.run.restarts import CollectiveTimeout, WorkerLost
 
 
 def config(folder: Path) -> Config:

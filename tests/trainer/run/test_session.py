@@ -24,9 +24,9 @@ from keel.rl.supervisor import PREEMPTION, RESTART_PERIOD_S
 from keel.trainer import session
 from keel.trainer.placement.hardware import Hardware
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
+from keel.trainer.run.errors import WorkerLost
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import EVENTS
-from keel.trainer.run.restarts import Restarts, WorkerLost
 from keel.trainer.run.signals import (
     PREEMPTED,
     Interrupt,
@@ -37,7 +37,7 @@ from keel.trainer.run.signals import (
     stop_requested,
     watching,
 )
-from keel.trainer.session import run_with_restarts, save_checkpoint
+from keel.trainer.session import Restarts, run_with_restarts, save_checkpoint
 
 DIED = "trainer rank 0 died"
 
