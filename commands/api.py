@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import isnan
+from numbers import Integral
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -104,8 +105,10 @@ def train(
     if not recipe:
         raise ConfigError(f"keel.train(recipe={recipe!r}): must be a file, a name or a mapping")
     overrides, called = _overrides(knobs), _Callbacks(callbacks)
-    if isinstance(holdout, bool) or holdout < 0:
-        raise ConfigError(f"keel.train(holdout={holdout!r}): must be a number of at least 0")
+    if not isinstance(holdout, Integral) or isinstance(holdout, bool) or holdout < 0:
+        raise ConfigError(
+            f"keel.train(holdout={holdout!r}): must be a number of prompts, such as 64"
+        )
     if holdout and prompts is None:
         raise ConfigError("keel.train(holdout=…): needs prompts=…; set it in the recipe's sources")
     weights = [] if rewards is None else _reward_weights(rewards)
@@ -245,6 +248,8 @@ def _as_jsonl(prompts: Any) -> str:
     lines: list[str] = []
     for number, row in enumerate(cast(Iterable[Any], prompts), start=1):
         try:
+            if not isinstance(row, (str, Mapping)):
+                raise TypeError(f"must be text or a mapping of columns, is a {type(row).__name__}")
             columns = _drop_nulls({"prompt": row} if isinstance(row, str) else row)
             if isinstance(columns.get("prompt"), (list, tuple)):  # TRL's format
                 columns["messages"] = columns.pop("prompt")
@@ -291,7 +296,9 @@ class _Callbacks:
             try:
                 inspect.signature(one, follow_wrapped=False).bind(1, {})
             except (TypeError, ValueError) as error:
-                raise ConfigError(f"keel.train(callbacks=…): {one!r}: {error}") from error
+                raise ConfigError(
+                    f"keel.train(callbacks=…): {one!r} must take the step and its metrics: {error}"
+                ) from error
             if inspect.iscoroutinefunction(one):
                 raise ConfigError(f"keel.train(callbacks=…): {one!r} must not be async")
         self.error: Exception | SystemExit | None = None

@@ -592,7 +592,9 @@ class _Builder:
             return str(value)
         cure = ""
         if hint is str:
-            cure = '; write "" for empty text' if value is None else "; put it in quotes"
+            cure = "; put it in quotes"
+            if value is None:
+                cure = '; write "" for empty text, and quote text that begins with #'
         kind = ", or ".join([_TYPE_NAMES[hint], *words, *self.or_auto(keys)])
         return self.wrong(keys, value, f"{kind}{cure}")
 

@@ -138,11 +138,12 @@ def _split(
     long = len(by_question) - len(short)
     holdout = len(short) if source.holdout == "all" else source.holdout
     remaining = len(short) - holdout
+    limit = f"data.max_prompt_tokens = {config.max_prompt_tokens}"
+    without = f", without the {long} that exceed {limit}" if long else ""
     if holdout and (remaining < 0 or (config.weight_of(source) > 0 and remaining == 0)):
         raise ConfigError(
             f"data.sources[{source.name}].holdout = {source.holdout}: there are only {len(short)} "
-            f"distinct questions, without the {long} that exceed data.max_prompt_tokens = "
-            f"{config.max_prompt_tokens}. Lower it, or set holdout: all to only evaluate"
+            f"distinct questions{without}. Lower it, or set holdout: all to only evaluate"
         )
     questions = [item.question for item in short]
     # Generated items are independent, so the first ones are held out; they stay the same if the

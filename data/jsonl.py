@@ -150,6 +150,12 @@ class _Reader:
         if functions and not environment and not set(_REWARD_KEYS) & set(record):
             if mapped := [key for key in _REWARD_KEYS if source.columns.get(key)]:
                 raise self._no_text(row, mapped[0])
+            if source.rewards.get("correct"):
+                raise BadLine(
+                    f"has no `answer`, but `correct` has a weight in {self._knob}.rewards; the row "
+                    f"has {', '.join(row.record)}. {self._knob}.columns can name another column; "
+                    "without answers, weight functions alone"
+                )
             reward: dict[str, Any] = {"kind": FUNCTIONS}
         else:
             reward = self._reward(row)

@@ -25,6 +25,7 @@ class RewardSpec(BaseModel):
             first = error.errors(include_url=False)[0]
             where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"])
             value = repr(first["input"])[:100]
+            wrong = "must be an object" if first["type"] == "model_type" else first["msg"]
             raise ValueError(
-                f"{spec.get('kind')}{where and f' {where[1:]}'}: {first['msg']}, is {value}"
+                f"{spec.get('kind')}{where and f' {where[1:]}'}: {wrong}, is {value}"
             ) from error

@@ -81,7 +81,12 @@ def failure_of(error: Exception) -> _Request:
         return {"failed": f"out of memory (memory_mib = {mib})"}
     if isinstance(error, InvalidEnvironment):
         return {"failed": str(error)}
-    return {"failed": f"{error_text(error)} ({error_location(error)})", "raised": True}
+    return {"failed": _located(error), "raised": True}
+
+
+def _located(error: BaseException) -> str:
+    where = error_location(error)
+    return f"{error_text(error)} ({where})" if where else error_text(error)
 
 
 class _Server:
@@ -126,7 +131,7 @@ class _Server:
             raise
         except Exception as error:  # the policy sees the error and may try again
             text = error_text(error)
-            print(f"{request['name']}: {text} ({error_location(error)})", file=sys.stderr)
+            print(f"{request['name']}: {_located(error)}", file=sys.stderr)
             done = getattr(self._environment, "done", False)
             return {"text": text, "failed": True, "done": done}
 
@@ -225,6 +230,8 @@ def _load_object(target: str) -> Any:
         where = error_location(error)
         if isinstance(error, ModuleNotFoundError):
             where = f"looked in {', '.join(filter(None, sys.path))} for {sys.executable}"
+            if "." in name and not attribute:
+                where = f"an object of a module is {':'.join(name.rsplit('.', 1))}; {where}"
         message = f"{name} cannot be imported: {error_text(error)}; {where}"
         raise InvalidEnvironment(message) from error
     for part in filter(None, attribute.split(".")):

@@ -208,6 +208,9 @@ def suggest(path: str, root: type) -> str:
     if key in _RENAMED and plain.removesuffix(key) + _RENAMED[key] in names:
         return f"renamed to {section}.{_RENAMED[key]}"
     matches = [name for name in names if f".{name}".endswith(f".{key}")]
+    begun = [name for name in names if name.startswith(plain)]
+    if not matches and len(begun) == 1:
+        matches = begun
     if matches := matches or difflib.get_close_matches(plain, names, n=1, cutoff=0.75):
         return f"did you mean {' or '.join(matches)}?"
     return f"`keel knobs{' ' * bool(section)}{section}` lists all knobs"

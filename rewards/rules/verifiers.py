@@ -75,7 +75,7 @@ def _choice_verifier(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     right = lone[1].upper() if lone else ""
     right = right if right in letters else by_text.get(_normalize_choice(answer), "")
     if not right:
-        known = ", ".join(sorted(letters)) if by_text else "A to Z"
+        known = ", ".join(sorted(letters)) if texts else "A to Z"
         raise ValueError(f"answer {answer!r} is not among the choices {known}")
     # Longest first: "New York" does not name "York".
     longest_first = sorted(by_text, key=len, reverse=True)

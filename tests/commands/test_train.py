@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -201,6 +201,12 @@ def test_errors_name_rows_and_arguments(tmp_path: Path) -> None:
     assert ".jsonl" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"^keel\.train: holdout=2: there are only 2"):
         keel.train("quickstart", prompts=ROWS, knobs=knobs, holdout=2)
+    with pytest.raises(ConfigError, match=r"holdout=0\.5\): must be a number of prompts"):
+        keel.train("quickstart", prompts=ROWS, knobs=knobs, holdout=cast(Any, 0.5))
+    with pytest.raises(ConfigError, match=r"row 1: must be text or a mapping"):
+        keel.train("quickstart", prompts=[("a", "b")], knobs=knobs)
+    with pytest.raises(ConfigError, match=r"must take the step and its metrics"):
+        keel.train("quickstart", callbacks=cast(Any, lambda metrics: None), knobs=knobs)
 
 
 def test_functions_have_weights_like_parts(requests: list[Config], tmp_path: Path) -> None:

@@ -159,6 +159,7 @@ def test_malformed_recipe_names_the_line(tmp_path: Path, text: str, message: str
         ("run.steps=[", "not valid YAML"),
         ("run.steps=1:30", "run.steps = '1:30'"),
         ("data.sources.7.size=1", "has no entry '7'; it has sums, gcds"),
+        ("model.lora.r=8", "did you mean model.lora.rank?"),
         ("data.sources[sum].size=1", "did you mean data.sources[sums]?"),
         ("data.sources.0.name.x=1", "data.sources.0.name = 'sums' is a value"),
         ("run.dir=${run.nothing}", "run.nothing"),

@@ -59,6 +59,12 @@ def test_functions_receive_columns(tmp_path: Path) -> None:
     assert item.prompt.reward["answer"] == "1"
 
 
+def test_a_weight_of_correct_needs_answers(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b"}]
+    assert "rows.jsonl:2: has no `answer`" in error_of(tmp_path, *rows, **OWN)
+    assert len(load(tmp_path, *rows, rewards={"mine.brief": 0.1}).items) == 2
+
+
 def test_null_is_absent(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "refuse": True}]
     keys = ("prompt", "messages", "answer", "match", "refuse", "tests", "tolerance", "id")
