@@ -52,7 +52,7 @@ from keel.model.lora import adapter_widths, is_adapted, merged_tensors
 from keel.model.transformers_internals import float32_names
 
 LOAD_FORMAT = "keel_fp8"
-"""Name of vLLM's load format for these weights (keel/weights/loader.py)."""
+"""Name of vLLM's load format for these weights (keel/weights/vllm_patches.py)."""
 SCALE = "_scale_inv"
 """Suffix that turns a weight's name into the name of its scales."""
 _ROW_PARALLEL = ("o_proj", "out_proj", "down_proj")

@@ -11,30 +11,28 @@ from __future__ import annotations
 
 import logging
 import re
-import time
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
-from vllm.config import ModelConfig, get_current_vllm_config, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-from vllm.model_executor.layers.quantization.online import fp8
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
 
-from keel.model.load import LOAD_FORMAT, readable_tensors
+from keel.model.load import readable_tensors
 from keel.model.transformers_internals import unused_tensor_patterns
+from keel.weights import vllm_patches  # noqa: F401  changes vLLM when it is imported
 from keel.weights.channel import (
     Bucket,
     Channel,
@@ -51,39 +49,6 @@ _LOG = logging.getLogger(__name__)
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _COMPUTED = re.compile(r"\brotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)$")
 """Tensors in old checkpoints that the engine and the trainer compute themselves."""
-POWER_OF_TWO_SCALES = "keel_power_of_two_scales"
-"""Key of vLLM's `additional_config` for engines in FP8 whose checkpoint has such scales."""
-# Drop warnings about layers that only hold tables; `TensorChecklist` checks for missing tensors. A
-# filter, because vLLM resets the levels of its loggers when it builds an engine.
-logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
-    lambda record: record.levelno >= logging.ERROR
-)
-
-
-_fp8: Any = fp8
-_quantize_blocks = _fp8.per_block_cast_to_fp8
-
-
-def _quantize_like_checkpoint(weight: Tensor, block_size: list[int], use_ue8m0: bool) -> Any:
-    """Quantize a weight with scales of the checkpoint's format, so that weights which lie on the
-    checkpoint's FP8 values do not change."""
-    config: Any = get_current_vllm_config().additional_config
-    return _quantize_blocks(weight, block_size, use_ue8m0 or POWER_OF_TWO_SCALES in config)
-
-
-_fp8.per_block_cast_to_fp8 = _quantize_like_checkpoint
-
-
-@register_model_loader(LOAD_FORMAT)
-class _DequantisingLoader(DefaultModelLoader):
-    """Loads FP8 weights the same way as the trainer, so that both start from the same model."""
-
-    def get_all_weights(
-        self, model_config: ModelConfig, model: nn.Module
-    ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        self.counter_before_loading_weights = time.perf_counter()
-        for name, tensor in readable_tensors(model_config.model).items():
-            yield name, tensor[...]
 
 
 def moe_runners(model: nn.Module) -> list[Any]:

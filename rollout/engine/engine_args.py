@@ -12,7 +12,7 @@ from keel.model.hub import fp8_block, has_power_of_two_scales
 from keel.model.load import LOAD_FORMAT
 from keel.rollout.recording.base import Recorder
 from keel.rollout.spec import EngineSpec
-from keel.weights.loader import POWER_OF_TWO_SCALES
+from keel.weights.vllm_patches import POWER_OF_TWO_SCALES
 
 _CPU_BLOCK = 32  # tokens per KV block. With vLLM's default of 128, completions rarely share one.
 _MAX_CAPTURED = 512  # tokens in the largest step that vLLM captures as a CUDA graph by default
