@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from keel.commands import evaluate
 from keel.commands import replay as module
 from keel.commands.cli import main
 from keel.commands.evaluate import _max_prompts_in_flight, sample_prompts
@@ -216,7 +217,8 @@ def test_completions_are_split_into_groups() -> None:
     assert recorded == {each.prompt_id: [4, 4, 2] for each in prompts}
 
 
-def test_stop_keeps_complete_prompts() -> None:
+def test_stop_keeps_complete_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "_POLL_S", 0.01)
     config = load_config("quickstart", ["algorithm.group_size=4"])
     recorded: list[str] = []
     unfinished: list[Future[Any]] = []
