@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import ProcessEnvironment
+from keel.agents.env_process.client import ForkServerClient, ProcessEnvironment
 from keel.agents.env_process.launch import EnvironmentProgram
 from keel.rl.types import Prompt, Verdict
 from keel.synthesis.code.sandboxes import CodeSandboxes, Prefix, instance_of
@@ -40,8 +41,8 @@ def instance(folder: Path) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def opened(folder: Path) -> AsyncGenerator[Open]:
-    """Yield a function that opens an episode."""
+async def opened(folder: Path, *, forked: bool = False) -> AsyncGenerator[Open]:
+    """Yield a function that opens an episode. Those of a run are forked, which saves seconds."""
     wrap_of()
     reward = instance(folder)
     where = (folder / "environment").absolute()
@@ -52,10 +53,11 @@ async def opened(folder: Path) -> AsyncGenerator[Open]:
         **PATIENT,
         sandbox=wrap_of(memory_mib=2048),
     )
+    server = ForkServerClient(program)
 
     @asynccontextmanager
     async def episode() -> AsyncGenerator[ProcessEnvironment]:
-        hosted = ProcessEnvironment(program)
+        hosted = ProcessEnvironment(program, fork_server=server if forked else None)
         task = Prompt(
             prompt_id="one",
             domain="code",
@@ -68,7 +70,11 @@ async def opened(folder: Path) -> AsyncGenerator[Open]:
         finally:
             await hosted.close()
 
-    yield episode
+    try:
+        yield episode
+        assert not server.disabled_reason, server.disabled_reason
+    finally:
+        await server.close()
 
 
 async def bash(hosted: ProcessEnvironment, command: str) -> str:
@@ -211,7 +217,7 @@ CHEATS = {
 
 
 @asynchronous
-async def test_cheating_earns_no_reward(tmp_path: Path) -> None:
+async def test_cheating_earns_no_reward() -> None:
     cheats = {**CHEATS, "honest": f"{WATCHER}{PLUGIN}{FIX}"}
     rewards: dict[str, float] = {}
     facts: dict[str, dict[str, object]] = {}
@@ -222,8 +228,10 @@ async def test_cheating_earns_no_reward(tmp_path: Path) -> None:
             await bash(hosted, cheats[name])
             rewards[name], facts[name] = await worth(hosted)
 
-    async with opened(tmp_path) as open_:
-        await asyncio.gather(*(attack(name, open_) for name in cheats))
+    # Episodes are forked only if their folder is not in /tmp, which each of them has for itself.
+    with TemporaryDirectory(dir="/var/tmp") as folder:
+        async with opened(Path(folder), forked=True) as open_:
+            await asyncio.gather(*(attack(name, open_) for name in cheats))
     assert rewards == {name: float(name == "honest") for name in cheats}, facts
     faked = {name for name, found in facts.items() if found.get("canary") == "faked"}
     assert faked == {name for name in cheats if "patched" in name or "rewritten" in name}
