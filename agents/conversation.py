@@ -8,7 +8,7 @@ from math import inf
 
 import numpy as np
 
-from keel.rl.recordings import Recordings, StoredRecordings, join_recordings
+from keel.rl.recordings import StoredRecordings
 from keel.rl.turns import (
     Chat,
     Message,
@@ -91,8 +91,7 @@ class SegmentRecord:
             trainable[part], logp[part] = True, result.logp_old_R
             versions[part] = result.version_R
         recorded = [(start, result.recordings) for start, result in self._turns]
-        stored = [(start, r) for start, r in recorded if isinstance(r, StoredRecordings)]
-        loaded = [(start, r) for start, r in recorded if isinstance(r, Recordings)]
+        stored = [(start, one) for start, one in recorded if one is not None]
         return Segment(
             prompt_id=self._prompt_id,
             token_ids_T=np.array(self.ids[:tokens], np.int32),
@@ -100,7 +99,6 @@ class SegmentRecord:
             logp_old_T=logp,
             version_T=versions,
             stored=StoredRecordings.concat(stored, tokens) if stored else None,
-            **join_recordings(loaded, tokens),
         )
 
 

@@ -34,7 +34,7 @@ from keel.configs.schema import (
     RolloutConfig,
     TrainerConfig,
 )
-from keel.rl.recordings import NO_ROUTE, SamplingMasks
+from keel.rl.recordings import Recordings, SamplingMasks, StoredRecordings
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
 from keel.rollout.engine import worker
 from keel.rollout.engine.worker import RolloutWorker, detach
@@ -61,8 +61,14 @@ class Sampler(RolloutWorker):
     def _trajectory(self, sibling: int) -> Trajectory:
         random, tokens = self._random, PROMPT + SAMPLED
         trainable = np.arange(tokens) >= PROMPT
-        routes = random.integers(EXPERTS, size=(tokens, LAYERS, TOP_K), dtype=np.int16)
-        routes[-1] = NO_ROUTE
+        recordings = Recordings(
+            routes_TLK=random.integers(EXPERTS, size=(tokens - 1, LAYERS, TOP_K), dtype=np.int16),
+            sampling_mask=SamplingMasks(
+                ids=random.integers(129_280, size=KEPT * SAMPLED, dtype=np.int32),
+                offsets=KEPT * np.arange(SAMPLED + 1),
+            ),
+        )
+        stored = StoredRecordings.of(recordings, PROMPT)
         text = random.integers(97, 123, 4 * SAMPLED, np.uint8).tobytes().decode()
         segment = Segment(
             prompt_id="p",
@@ -70,11 +76,7 @@ class Sampler(RolloutWorker):
             trainable_T=trainable,
             logp_old_T=np.where(trainable, -random.random(tokens), 0).astype(np.float32),
             version_T=np.where(trainable, 3, -1).astype(np.int32),
-            routes_TLK=routes,
-            sampling_mask=SamplingMasks(
-                ids=random.integers(129_280, size=KEPT * SAMPLED, dtype=np.int32),
-                offsets=np.cumsum(np.append(0, KEPT * trainable)),
-            ),
+            stored=StoredRecordings.concat([(PROMPT, stored)], tokens),
         )
         return Trajectory(
             prompt_id="p",

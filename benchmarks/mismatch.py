@@ -150,14 +150,14 @@ def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any
 
     requests = [GroupRequest(prompt, size.group) for prompt in questions(size, words=words)]
     futures = [engine.sample(each, sampling=config.sampling, record=True) for each in requests]
-    groups = [future.result(timeout=TIMEOUT_S) for future in futures]
+    groups: Any = [future.result(timeout=TIMEOUT_S).result() for future in futures]
     segments = [s for group in groups for t in group.trajectories for s in t.segments]
     engine.close()
     # vLLM replaces transformers' class of deepseek_v32 in its own process.
     with ProcessPoolExecutor(1, get_context("spawn")) as trainer:
         args = arm, folder, size, groups
         results = figures(*trainer.submit(scores, *args).result(TIMEOUT_S))
-        if any(segment.selected_TLb is not None for segment in segments):
+        if any(segment.selected_shape is not None for segment in segments):
             own = trainer.submit(scores, *args, replay="no selection").result(TIMEOUT_S)
             results["own_selection"] = figures(*own)
         if size.batches > 1:

@@ -200,7 +200,7 @@ class Keel:
         sampling, record = self._size.sampling(completion), self._arm.record
         requests = [GroupRequest(prompt, self._size.group) for prompt in prompts]
         futures = [self._engine.sample(r, sampling=sampling, record=record) for r in requests]
-        groups = [future.result(timeout=RUN_S) for future in futures]
+        groups: Any = [future.result(timeout=RUN_S).result() for future in futures]
         check_lengths({t.sampled_tokens for g in groups for t in g.trajectories}, completion)
         return groups
 
@@ -268,8 +268,8 @@ def mean_kept(groups: Sequence[Group]) -> float:
     """Return the mean number of ids in the recorded sampling masks, or 0 without masks."""
     segments = [s for group in groups for t in group.trajectories for s in t.segments]
     sampled = sum(int(segment.trainable_T.sum()) for segment in segments)
-    masks = [s.sampling_mask for s in segments if s.sampling_mask is not None]
-    return sum(len(mask.ids) for mask in masks) / sampled
+    sizes = [s.mask_sizes_T for s in segments if s.mask_sizes_T is not None]
+    return sum(int(each.sum()) for each in sizes) / sampled
 
 
 def measure(

@@ -90,13 +90,14 @@ class SamplingMasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recordings:
-    """The large arrays recorded for a turn, or for a segment. `Segment` describes them."""
+    """The large arrays recorded for a turn, or for a completion of a group. `Segment` describes
+    them."""
 
     routes_TLK: NDArray[Any] | None = None
     """Experts at positions `TurnRequest.routes_from` and later. The last token has no row, because
     it was never an input."""
     sampling_mask: SamplingMasks | None = None
-    """Masks of the turn's sampled tokens, or of all tokens of the segment."""
+    """Masks of the sampled tokens."""
     selected_TLb: NDArray[np.uint8] | None = None
     """Selections of sparse attention, with the same rows as `routes_TLK`."""
 
@@ -124,7 +125,7 @@ class StoredRecordings:
     small, themselves. Each comes with the position of the first token that its sampling masks
     describe."""
     lengths: Mapping[str, int] = field(default_factory=dict[str, int])
-    """`Recordings.lengths` of a turn or completion, or empty for the joined turns of a segment."""
+    """`Recordings.lengths` of a turn, or empty for a segment."""
     routes: tuple[int, int] | None = None
     """(L, K) of the routes, or None without routes."""
     selected: tuple[int, int] | None = None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # reward workers start without numpy
     import numpy as np
     from numpy.typing import NDArray
 
-    from keel.rl.recordings import Recordings, StoredRecordings
+    from keel.rl.recordings import StoredRecordings
 
 Message = Mapping[str, Any]
 """A chat message with the keys `role` and `content`, and optionally `reasoning_content`,
@@ -244,8 +244,8 @@ class TurnResult:
     version_R: NDArray[np.int32]
     """Version of the weights that each token was sampled with."""
     finish_reason: Literal["stop", "length", "deadline"]
-    recordings: Recordings | StoredRecordings | None = None
-    """The large arrays recorded for the turn, or their locations. None if nothing was recorded."""
+    recordings: StoredRecordings | None = None
+    """The large arrays recorded for the turn, or None if nothing was recorded."""
     cached_tokens: int = 0
     """Number of context tokens read from the prefix cache."""
     sampling_s: float = 0.0

@@ -6,7 +6,7 @@ vLLM.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -21,7 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 from keel.configs.schema import SamplingConfig
 from keel.model.load import full_attention, tokenizer_with
 from keel.model.routing import is_moe
-from keel.rl.recordings import Recordings, join_recordings
+from keel.rl.recordings import Recordings, StoredRecordings
 from keel.rl.turns import THINK, TurnRequest, TurnResult, seed_of
 from keel.rl.types import Group, Prompt, Segment, Trajectory
 from keel.rollout.chat.parsing import decode_all, find_thinking_marks, split_message
@@ -57,7 +57,6 @@ _RECORDERS: Mapping[str, type[Recorder]] = {
     "packed": PackedRecorder,
     "v1": V1Recorder,
 }
-Result = Group | TurnResult | LostTurn  # raising an error would stop the engine
 NOT_FINITE = (
     "not finite: a token's log-probability is not a number. The model's logits may overflow in "
     "rollout.dtype"
@@ -75,23 +74,28 @@ class Job:
     max_tokens: int
     thinking: bool = False  # True if the prompt ends inside a think block
     requests: dict[str, int] = field(default_factory=dict[str, int])  # number by unfinished name
-    done: dict[int, tuple[TurnResult, str]] = field(
-        default_factory=dict[int, tuple[TurnResult, str]]
+    done: dict[int, tuple[TurnResult, Recordings, str]] = field(
+        default_factory=dict[int, tuple[TurnResult, Recordings, str]]
     )
     dropped: list[str] = field(default_factory=list[str])
     cut: bool = False  # after the deadline, each unfinished request ends with its next token
+    sampling_s: float = 0.0  # time that the engine spent on the job
 
-    def add(self, sibling: int, sampled: TurnResult, text: str) -> None:
+    def add(self, sibling: int, sampled: TurnResult, recordings: Recordings, text: str) -> None:
         """Add a completion. `text` is its text without special tokens, or "" for a turn, which the
         chat format decodes."""
         if np.isfinite(sampled.logp_old_R).all():
-            self.done[sibling] = sampled, text
+            self.done[sibling] = sampled, recordings, text
         else:
             self.dropped.append(NOT_FINITE)
 
-    def result(self) -> Result:
+    def result(self) -> Group | TurnResult:
         """Return the group or turn. A turn has no tokens if its deadline passed before the first
-        token was sampled."""
+        token was sampled. Raises LostTurn if a log-probability of a turn is not finite.
+
+        Call this on another thread than the engine's, which describing large recordings would hold
+        up.
+        """
         if isinstance(self.request, GroupRequest):
             prompt = self.request.prompt
             trajectories = tuple(
@@ -100,29 +104,32 @@ class Job:
             )
             return Group(prompt=prompt, trajectories=trajectories, dropped=tuple(self.dropped))
         if NOT_FINITE in self.dropped:
-            return LostTurn(NOT_FINITE)
+            raise LostTurn(NOT_FINITE)
         if self.done:
-            return self.done[0][0]
+            sampled, recordings, _ = self.done[0]
+            stored = _describe(recordings, len(self.context) - self.request.routes_from)
+            return replace(sampled, recordings=stored, sampling_s=self.sampling_s)
         return TurnResult(
             token_ids_R=np.zeros(0, np.int32),
             logp_old_R=np.zeros(0, np.float32),
             version_R=np.zeros(0, np.int32),
             finish_reason="deadline",
+            sampling_s=self.sampling_s,
         )
 
     def _trajectory(
-        self, prompt: Prompt, sibling: int, sampled: TurnResult, text: str
+        self, prompt: Prompt, sibling: int, sampled: TurnResult, recordings: Recordings, text: str
     ) -> Trajectory:
         before = len(self.context)
         tokens = before + len(sampled.token_ids_R)
-        assert isinstance(sampled.recordings, Recordings)
+        stored = _describe(recordings, before)
         segment = Segment(
             prompt_id=prompt.prompt_id,
             token_ids_T=np.concatenate([np.array(self.context, np.int32), sampled.token_ids_R]),
             trainable_T=np.arange(tokens) >= before,
             logp_old_T=np.concatenate([np.zeros(before, np.float32), sampled.logp_old_R]),
             version_T=np.concatenate([np.full(before, -1, np.int32), sampled.version_R]),
-            **join_recordings([(before, sampled.recordings)], tokens),
+            stored=StoredRecordings.concat([(before, stored)], tokens) if stored else None,
         )
         return Trajectory(
             prompt_id=prompt.prompt_id,
@@ -131,6 +138,10 @@ class Job:
             finish_reason=sampled.finish_reason,
             messages=(split_message(text, thinking=self.thinking),),
         )
+
+
+def _describe(recordings: Recordings, prefix: int) -> StoredRecordings | None:
+    return StoredRecordings.of(recordings, prefix) if recordings.lengths else None
 
 
 class VllmEngine:
@@ -188,8 +199,8 @@ class VllmEngine:
     def add(
         self, number: int, request: SampleRequest, *, sampling: SamplingConfig, record: bool
     ) -> None:
-        """Start sampling a group or a turn. `step` yields the result, tagged with `number`, as soon
-        as it is complete. Raises ValueError if the prompt does not fit."""
+        """Start sampling a group or a turn. `step` yields the job, tagged with `number`, as soon as
+        it is complete. Raises ValueError if the prompt does not fit."""
         if self.updating:
             raise EngineError(
                 f"{request.label}: the engine is asleep or its weights are incomplete"
@@ -236,7 +247,7 @@ class VllmEngine:
             self._recorder.expect(name, recording)
             job.requests[name], self._owners[name] = sibling, number
 
-    def step(self) -> Iterator[tuple[int, Result]]:
+    def step(self) -> Iterator[tuple[int, Job]]:
         """Run one forward pass and yield the jobs that it completes."""
         outputs = self._call(self._llm.step)
         finished = [
@@ -255,12 +266,12 @@ class VllmEngine:
             name = output.request_id
             number = self._owners.pop(name)
             job = self._jobs[number]
-            job.add(job.requests.pop(name), self._sampled(job, output), texts.get(name, ""))
+            job.add(job.requests.pop(name), *self._sampled(job, output), texts.get(name, ""))
             self._requests.store_hashes(name)
             if not job.requests:
-                yield number, self._jobs.pop(number).result()
+                yield number, self._jobs.pop(number)
 
-    def cut(self, number: int) -> list[tuple[int, Result]]:
+    def cut(self, number: int) -> list[tuple[int, Job]]:
         """End each unfinished completion of a job after its next token. Returns the job if it is
         now complete.
 
@@ -275,12 +286,12 @@ class VllmEngine:
         empty = [name for name in job.requests if not _end_at_next_token(scheduler, name)]
         return self._drop(number, empty, _NO_TOKEN)
 
-    def _drop(self, number: int, names: list[str], reason: str) -> list[tuple[int, Result]]:
+    def _drop(self, number: int, names: list[str], reason: str) -> list[tuple[int, Job]]:
         job = self._jobs[number]
         if names:
             self._abort_requests(job, names)
         job.dropped += [reason] * len(names)
-        return [] if job.requests else [(number, self._jobs.pop(number).result())]
+        return [] if job.requests else [(number, self._jobs.pop(number))]
 
     def abort(self, number: int) -> None:
         """Discard a job. Does nothing if the job is unknown or has already finished."""
@@ -294,7 +305,7 @@ class VllmEngine:
             self._recorder.forget(name)
             self._requests.store_hashes(name)
 
-    def sleep(self) -> list[tuple[int, Result]]:
+    def sleep(self) -> list[tuple[int, Job]]:
         """Release GPU memory until the next update, and pause running completions. Returns the jobs
         that were completed by tokens already in flight."""
         completed = self._pause()
@@ -302,11 +313,11 @@ class VllmEngine:
         self._call(self._llm.sleep, level=_DISCARD, mode="keep")
         return completed
 
-    def begin_update(self) -> list[tuple[int, Result]]:
+    def begin_update(self) -> list[tuple[int, Job]]:
         """Begin a weight update. Running completions are paused, and resume with the new weights
         after `finish_update`. vLLM recomputes their keys and values, but each token keeps the route
         it was sampled with. Returns the jobs that were completed by tokens already in flight."""
-        completed: list[tuple[int, Result]] = []
+        completed: list[tuple[int, Job]] = []
         if self._asleep:
             self._call(self._llm.wake_up, ["weights"])
         else:
@@ -344,11 +355,11 @@ class VllmEngine:
             raise RuntimeError("weight update: part of vLLM's memory is still asleep")
         self.version, self.updating = version, False
 
-    def _pause(self) -> list[tuple[int, Result]]:
+    def _pause(self) -> list[tuple[int, Job]]:
         """Stop scheduling, and keep stepping until nothing is in flight, so that caches can be
         reset."""
         self._call(self._llm.sleep, level=_PAUSE, mode="keep")
-        core, completed = core_of(self._llm), list[tuple[int, Result]]()
+        core, completed = core_of(self._llm), list[tuple[int, Job]]()
         for _ in range(_MAX_DRAIN_STEPS):
             if not core.scheduler.has_requests() and not core.batch_queue:
                 return completed
@@ -366,7 +377,7 @@ class VllmEngine:
                 raise EngineError("one of its worker processes died") from error
             raise
 
-    def _sampled(self, job: Job, output: RequestOutput) -> TurnResult:
+    def _sampled(self, job: Job, output: RequestOutput) -> tuple[TurnResult, Recordings]:
         completion = output.outputs[0]
         ids = list(completion.token_ids)
         if completion.finish_reason not in ("stop", "length"):
@@ -380,14 +391,14 @@ class VllmEngine:
         if finish == "length" and job.cut and len(ids) < job.max_tokens:
             finish = "deadline"
         logp, recordings = self._recorder.take(output.request_id, len(job.context), completion)
-        return TurnResult(
+        sampled = TurnResult(
             token_ids_R=np.array(ids, np.int32),
             logp_old_R=logp,
             version_R=versions,
             finish_reason=finish,
-            recordings=recordings,
             cached_tokens=output.num_cached_tokens or 0,
         )
+        return sampled, recordings
 
 
 def _require_version() -> None:

@@ -45,7 +45,6 @@ from keel.rollout.spec import (
     EngineError,
     EngineProgress,
     EngineSpec,
-    LostTurn,
     RecordingError,
     SampleRequest,
     env_vars,
@@ -53,7 +52,7 @@ from keel.rollout.spec import (
 
 if TYPE_CHECKING:
     from keel.configs.schema import RolloutConfig
-    from keel.rollout.engine.vllm_engine import Result, VllmEngine
+    from keel.rollout.engine.vllm_engine import Job, VllmEngine
     from keel.weights.channel import Bucket, Mailbox, Rendezvous
 
 _CONCURRENT_CALLS = 10_000  # more than an engine receives, so the actor never queues a call
@@ -211,7 +210,7 @@ class RolloutWorker:
         """Sample a group or a turn. Returns the result and, as separate objects, the recordings of
         each completion (see `detach`). Cancelling the call aborts sampling."""
         future = self._engine.sample(request, sampling=sampling, record=record)
-        result = await asyncio.wrap_future(future)
+        result = (await asyncio.wrap_future(future)).result()
         if isinstance(result, Group):
             result = replace(result, node=ray.get_runtime_context().get_node_id())
         return detach(request, result)
@@ -245,65 +244,42 @@ class RolloutWorker:
 
 def detach(request: SampleRequest, result: Group | TurnResult) -> list[Any]:
     """Return the result without its recordings, followed by the `Recordings` of each completion, or
-    None for recordings that are so small that they stay in the result.
+    None for recordings that are so small that they stay in the result. `attach` adds the references
+    to the recordings."""
+    detached: list[Recordings | None] = [None] * request.size
 
-    Either all completions of a group have `Segment.stored` or none, so that prefixes can be
-    compared. `attach` adds the references to the recordings.
-    """
-    stored: list[Recordings | None] = [None] * request.size
-    if isinstance(result, TurnResult):
-        if not isinstance(result.recordings, Recordings):  # no token was sampled
-            return [result, *stored]
-        rows = result.recordings.lengths.get("routes_TLK", 0)
-        description, stored[0] = _split(result.recordings, rows + 1 - len(result.token_ids_R))
-        return [replace(result, recordings=description), *stored]
-    segments = [trajectory.segments[0] for trajectory in result.trajectories]
-    wholes = [
-        Recordings(
-            routes_TLK=None if segment.routes_TLK is None else segment.routes_TLK[:-1],
-            sampling_mask=segment.sampling_mask,
-            selected_TLb=None if segment.selected_TLb is None else segment.selected_TLb[:-1],
-        )
-        for segment in segments
-    ]
-    if all(whole.nbytes < STORED_BYTES for whole in wholes):
-        return [result, *stored]
-    trajectories = list(result.trajectories)
-    for index, (segment, whole) in enumerate(zip(segments, wholes, strict=True)):
-        trajectory = trajectories[index]
-        description, recordings = _split(whole, int(segment.trainable_T.argmax()))
-        stored[trajectory.sibling] = recordings
-        absent = dict.fromkeys(("routes_TLK", "sampling_mask", "selected_TLb"))
-        segment = replace(segment, **absent, stored=description)
-        trajectories[index] = replace(trajectory, segments=(segment,))
-    return [replace(result, trajectories=tuple(trajectories)), *stored]
+    def without_part(stored: StoredRecordings, sibling: int) -> StoredRecordings:
+        ((start, part),) = stored.parts
+        if part.nbytes < STORED_BYTES:
+            return stored
+        detached[sibling] = part
+        return replace(stored, parts=((start, None),))
 
-
-def _split(
-    recordings: Recordings, prefix: int
-) -> tuple[StoredRecordings | None, Recordings | None]:
-    """Describe recordings whose first `prefix` rows precede the first sampled token. Small ones
-    become part of the description."""
-    if not recordings.lengths:
-        return None, None
-    description = StoredRecordings.of(recordings, prefix)
-    if recordings.nbytes < STORED_BYTES:
-        return description, None
-    return replace(description, parts=()), description.parts[0][1]
+    return [_change_stored(result, without_part), *detached]
 
 
 def attach(result: Group | TurnResult, refs: Sequence[Any]) -> Group | TurnResult:
     """Add the `refs` to the stored recordings, one per completion, to a result from `detach`."""
 
-    def with_ref(stored: Any, ref: Any) -> Any:
-        return stored if stored is None or stored.parts else replace(stored, parts=((0, ref),))
+    def with_ref(stored: StoredRecordings, sibling: int) -> StoredRecordings:
+        ((start, part),) = stored.parts
+        return replace(stored, parts=((start, refs[sibling]),)) if part is None else stored
 
+    return _change_stored(result, with_ref)
+
+
+def _change_stored(
+    result: Group | TurnResult, change: Callable[[StoredRecordings, int], StoredRecordings]
+) -> Group | TurnResult:
+    """Replace the stored recordings of each completion by `change(stored, sibling)`."""
     if isinstance(result, TurnResult):
-        return replace(result, recordings=with_ref(result.recordings, refs[0]))
+        stored = result.recordings
+        return result if stored is None else replace(result, recordings=change(stored, 0))
     trajectories: list[Trajectory] = []
     for one in result.trajectories:
         (segment,) = one.segments
-        segment = replace(segment, stored=with_ref(segment.stored, refs[one.sibling]))
+        if segment.stored is not None:
+            segment = replace(segment, stored=change(segment.stored, one.sibling))
         trajectories.append(replace(one, segments=(segment,)))
     return replace(result, trajectories=tuple(trajectories))
 
@@ -357,13 +333,12 @@ class EngineThread:
 
     def sample(
         self, request: SampleRequest, *, sampling: SamplingConfig, record: bool
-    ) -> Future[Any]:
+    ) -> Future[Job]:
         """Start sampling a group or a turn, for at most `rollout.timeout_s` or the turn's timeout.
-        Cancelling the future aborts the request.
+        Returns a future of the finished job (see `Job.result`). Cancelling it aborts the request.
 
         The future raises ValueError if the prompt doesn't fit, RecordingError if a token was not
-        recorded, LostTurn if a turn has a log-probability that is not finite, and EngineError if
-        the engine breaks or its last update failed.
+        recorded, and EngineError if the engine breaks or its last update failed.
         """
         number, future, timeout_s = next(self._numbers), Future[Any](), self._config.timeout_s
         if isinstance(request, TurnRequest):
@@ -436,13 +411,13 @@ class EngineThread:
         """Begin a weight update. Sampling continues after `finish_update`."""
         self._interrupt(lambda engine: engine.begin_update())
 
-    def _interrupt(self, act: Callable[[VllmEngine], Iterable[tuple[int, Result]]]) -> None:
+    def _interrupt(self, act: Callable[[VllmEngine], Iterable[tuple[int, Job]]]) -> None:
         """Call `act` after running completions have been paused, or have finished if
         `rollout.weight_updates` is "drain"."""
 
         def interrupt(engine: VllmEngine) -> None:
-            for number, result in act(engine):
-                self._resolve(number, result)
+            for number, job in act(engine):
+                self._resolve(number, job)
             self._failure = ""
 
         when = "idle" if self._config.weight_updates == "drain" else "now"
@@ -507,8 +482,8 @@ class EngineThread:
         try:
             while self._run_commands(engine):
                 self._step_begin = begin = time.perf_counter()
-                for number, result in chain(self._cut_overdue(engine), engine.step()):
-                    self._resolve(number, result)
+                for number, job in chain(self._cut_overdue(engine), engine.step()):
+                    self._resolve(number, job)
                 step_s = time.perf_counter() - begin
                 self._busy_s += step_s
                 self._longest_s = max(self._longest_s, step_s)
@@ -551,7 +526,7 @@ class EngineThread:
             return not engine.updating or bool(self._failure)
         return command.when == "now" or not engine.busy
 
-    def _cut_overdue(self, engine: VllmEngine) -> Iterator[tuple[int, Result]]:
+    def _cut_overdue(self, engine: VllmEngine) -> Iterator[tuple[int, Job]]:
         for number, entry in list(self._in_flight.items()):
             if entry.deadline <= self._busy_s:
                 entry.deadline = self._busy_s + CUT_S
@@ -561,17 +536,13 @@ class EngineThread:
         self._in_flight.pop(number, None)
         engine.abort(number)
 
-    def _resolve(self, number: int, result: Result) -> None:
+    def _resolve(self, number: int, job: Job) -> None:
         entry = self._in_flight.pop(number, None)
         if entry is None or not entry.future.set_running_or_notify_cancel():
             return
-        if isinstance(result, LostTurn):
-            entry.future.set_exception(result)
-            return
-        if isinstance(result, TurnResult):
-            step_s = time.perf_counter() - self._step_begin if self._step_begin else 0.0
-            result = replace(result, sampling_s=self._busy_s + step_s - entry.begin)
-        entry.future.set_result(result)
+        step_s = time.perf_counter() - self._step_begin if self._step_begin else 0.0
+        job.sampling_s = self._busy_s + step_s - entry.begin
+        entry.future.set_result(job)
 
 
 def _fail(futures: Iterable[Future[Any]], error: BaseException) -> None:

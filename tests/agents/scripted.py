@@ -16,7 +16,7 @@ from keel.agents.types import (
     Opening,
     ToolResult,
 )
-from keel.rl.recordings import Recordings, SamplingMasks
+from keel.rl.recordings import Recordings, SamplingMasks, StoredRecordings
 from keel.rl.turns import Message, ToolCall, ToolSpec, TurnRequest, TurnResult
 from keel.rl.types import Prompt, Trajectory, Verdict
 from keel.rollout.chat.chat import TemplateChat
@@ -105,13 +105,13 @@ class Policy:
         selected = np.packbits(own, axis=-1, bitorder="little")
         masks = SamplingMasks.from_lists([[n, n + 1] for n in numbers])
         recordings = Recordings(routes_TLK=routes, sampling_mask=masks, selected_TLb=selected)
-        recordings = Recordings() if self.plain else recordings
+        stored = StoredRecordings.of(recordings, len(context) - request.routes_from)
         return TurnResult(
             token_ids_R=np.array(sampled, np.int32),
             logp_old_R=-numbers.astype(np.float32) / 1024,
             version_R=numbers,
             finish_reason="length" if cut else self.finish,
-            recordings=recordings,
+            recordings=None if self.plain else stored,
             cached_tokens=7,
             sampling_s=self.seconds,
         )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.agents.conversation import Conversation
-from keel.rl.recordings import SamplingMasks
+from keel.rl.recordings import SamplingMasks, StoredRecordings
 from keel.rl.turns import Message
 from keel.rollout.engine import worker
 from keel.rollout.engine.worker import detach
@@ -58,7 +58,7 @@ def test_tokens_are_trained_once_with_their_rows(
     assert len(conversation._records) > sum(then == "rewrite" for _, then in turns)
 
 
-@pytest.mark.parametrize("stored_bytes", [None, 1, 10**9])
+@pytest.mark.parametrize("stored_bytes", [1, 10**9])
 @pytest.mark.parametrize(
     "change",
     [
@@ -70,18 +70,19 @@ def test_tokens_are_trained_once_with_their_rows(
     ],
 )
 def test_incomplete_turn_is_refused(
-    change: dict[str, Any], stored_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], stored_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     conversation, policy = conversation_of(), Policy(["word"])
     request = conversation.request(max_tokens=9, seed=1)
     result: Any = policy.say(request)
     if change.keys() <= result.recordings.lengths.keys():
-        result = replace(result, recordings=replace(result.recordings, **change))
+        ((_, recordings),) = result.recordings.parts
+        changed = StoredRecordings.of(replace(recordings, **change), len(request.token_ids_T))
+        result = replace(result, recordings=changed)
     else:
         result = replace(result, **change)
-    if stored_bytes is not None:
-        monkeypatch.setattr(worker, "STORED_BYTES", stored_bytes)
-        result = detach(request, result)[0]
+    monkeypatch.setattr(worker, "STORED_BYTES", stored_bytes)
+    result = detach(request, result)[0]
     with pytest.raises(ValueError, match=next(iter(change))):
         conversation.append_turn(request, result)
 

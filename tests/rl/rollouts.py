@@ -1,13 +1,13 @@
 """Scored groups whose per-token data is a function of the token id, to expose misalignment."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from keel.rl.recordings import NO_ROUTE, SamplingMasks
+from keel.rl.recordings import NO_ROUTE, Recordings, SamplingMasks, StoredRecordings
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
 
 LAYERS, EXPERTS = 2, 3
@@ -159,6 +159,27 @@ def with_prefix(whole: Segment, prefix: NDArray[np.int32]) -> Segment:
         rows = np.broadcast_to(ids[:, None, None] % 8, routes_TLK.shape).astype(np.int16)
         routes_TLK = np.where(routes_TLK == NO_ROUTE, routes_TLK, rows)
     return replace(whole, token_ids_T=ids, routes_TLK=routes_TLK)
+
+
+def as_stored(whole: Segment) -> Segment:
+    """Store the recordings of a segment with one turn, as an engine does."""
+    tokens, before = len(whole.token_ids_T), int(whole.trainable_T.argmax())
+    routes, masks, selected = whole.routes_TLK, whole.sampling_mask, whole.selected_TLb
+    recordings = Recordings(
+        routes_TLK=None if routes is None else routes[:-1],
+        sampling_mask=None if masks is None else masks.slice(before, tokens),
+        selected_TLb=None if selected is None else selected[:-1],
+    )
+    stored = StoredRecordings.concat([(before, StoredRecordings.of(recordings, before))], tokens)
+    return replace(whole, routes_TLK=None, sampling_mask=None, selected_TLb=None, stored=stored)
+
+
+def with_segments(group: Group, change: Callable[[Segment], Segment]) -> Group:
+    """Apply `change` to each segment of a group."""
+    trajectories = [
+        replace(one, segments=tuple(map(change, one.segments))) for one in group.trajectories
+    ]
+    return replace(group, trajectories=tuple(trajectories))
 
 
 def segments_of(groups: Sequence[ScoredGroup]) -> list[Segment]:

@@ -21,6 +21,7 @@ from keel.rollout.spec import EngineSpec, GroupRequest, env_vars
 from keel.weights.channel import Bucket, Checksum, SharedMemory
 from tests.buckets import pack_buckets, pack_flat
 from tests.forked import forked_from
+from tests.rl.rollouts import with_segments
 from tests.waiting import PATIENCE_S, wait_for
 
 DEADLINE_S = 600
@@ -166,6 +167,15 @@ def _submit(items: Sequence[Item]) -> list[Future[Any]]:
     ]
 
 
+def _results(futures: Sequence[Future[Any]]) -> list[Any]:
+    """Return the results of the jobs. The recordings of groups are loaded."""
+    results = [future.result(timeout=DEADLINE_S).result() for future in futures]
+    return [
+        with_segments(each, lambda segment: segment.loaded({})) if isinstance(each, Group) else each
+        for each in results
+    ]
+
+
 def _fingerprint(worker: Any) -> dict[str, str]:
     return {
         name: blake2b(
@@ -189,7 +199,7 @@ class _Host:
 
     @staticmethod
     def sample_items(items: Sequence[Item]) -> list[Any]:
-        return [future.result(timeout=DEADLINE_S) for future in _submit(items)]
+        return _results(_submit(items))
 
     @staticmethod
     def cancel(prompts: Sequence[Prompt], group_size: int) -> int:
@@ -234,7 +244,7 @@ class _Host:
             for bucket in buckets:
                 _ENGINE.load_bucket(bucket)
             _ENGINE.finish_update(version)
-        return [future.result(timeout=DEADLINE_S) for future in futures]
+        return _results(futures)
 
     @staticmethod
     def blocks() -> int:

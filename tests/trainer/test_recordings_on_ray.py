@@ -19,6 +19,7 @@ from keel.rollout.spec import GroupRequest
 from keel.trainer.learner import Learner
 from keel.trainer.run.errors import WorkerLost
 from tests.buckets import unpack_bucket
+from tests.rl.rollouts import as_stored, with_segments
 from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.scenarios import make_config
 from tests.waiting import PATIENCE_S, start_cluster
@@ -40,7 +41,8 @@ class Sampler(RolloutWorker):
         self._groups = {scored.group.prompt.prompt_id: scored.group for scored in groups_here()}
 
     async def sample(self, request: Any, sampling: Any, record: bool) -> list[Any]:
-        return worker.detach(request, self._groups[request.prompt.prompt_id])
+        group = with_segments(self._groups[request.prompt.prompt_id], as_stored)
+        return worker.detach(request, group)
 
 
 @pytest.fixture

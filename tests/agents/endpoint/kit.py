@@ -37,6 +37,7 @@ def check_law(policy: Policy, segments: Sequence[Segment]) -> None:
     """Assert that every sampled token is trained once, after exactly the ids that were sent."""
     trained: list[int] = []
     for segment in segments:
+        segment = segment.loaded({})
         ids, masks, routes = segment.token_ids_T.tolist(), segment.sampling_mask, segment.routes_TLK
         assert (masks is None) == (routes is None) == policy.plain
         for t in range(len(ids)):

@@ -20,7 +20,7 @@ from keel.rl.recordings import Recordings, SamplingMasks
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rollout.chat.parsing import decode_all, split_message
 from keel.rollout.spec import EngineSpec, GroupRequest, LostTurn, env_vars
-from tests.rl.rollouts import prompt
+from tests.rl.rollouts import prompt, with_segments
 
 CONTEXT = np.array([1, 2, 3], np.int32)
 
@@ -36,18 +36,18 @@ def group(engine: Any, *recordings: dict[str, Any]) -> Any:
     request = GroupRequest(prompt(), len(recordings))
     job = engine.Job(request=request, context=CONTEXT, max_tokens=9)
     for sibling, recording in enumerate(recordings):
-        job.add(sibling, completion(**recording), "four")
-    return job.result()
+        job.add(sibling, *completion(**recording), "four")
+    return with_segments(job.result(), lambda segment: segment.loaded({}))
 
 
-def completion(versions: Any = (4, 5), logp: Any = (-1, -2), **recorded: Any) -> TurnResult:
-    return TurnResult(
+def completion(versions: Any = (4, 5), logp: Any = (-1, -2), **recorded: Any) -> Any:
+    sampled = TurnResult(
         token_ids_R=np.array([7, 9], np.int32),
         logp_old_R=np.array(logp, np.float32),
         version_R=np.array(versions, np.int32),
         finish_reason="stop",
-        recordings=Recordings(**recorded),
     )
+    return sampled, Recordings(**recorded)
 
 
 def test_segments_align_recordings(engine: Any) -> None:
@@ -71,7 +71,6 @@ def test_segments_align_recordings(engine: Any) -> None:
     [
         ("logp", np.zeros(3, np.float32)),
         ("version", np.zeros(1, np.int32)),
-        ("sampling_mask", SamplingMasks.empty(5)),
         ("routes", np.zeros((3, 3, 2), np.int16)),
     ],
 )
@@ -87,8 +86,10 @@ def test_non_finite_completions_are_dropped_alone(engine: Any, value: float) -> 
     assert sampled.dropped == (engine.NOT_FINITE,)
     request = TurnRequest(conversation="c", token_ids_T=CONTEXT, max_tokens=9, seed=1)
     turn = engine.Job(request=request, context=CONTEXT, max_tokens=9)
-    turn.add(0, completion(logp=(-1, value)), "")
-    lost = pickle.loads(pickle.dumps(turn.result()))  # as from the engine's process
+    turn.add(0, *completion(logp=(-1, value)), "")
+    with pytest.raises(LostTurn) as raised:
+        turn.result()
+    lost = pickle.loads(pickle.dumps(raised.value))  # as from the engine's process
     assert isinstance(lost, LostTurn) and str(lost) == engine.NOT_FINITE
 
 

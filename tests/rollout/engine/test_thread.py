@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
-from keel.rl.types import Group, Prompt
+from keel.rl.types import Prompt
 from keel.rollout.engine.worker import EngineThread
 from keel.rollout.spec import EngineError, GroupRequest, RecordingError
 from keel.weights.channel import Bucket
@@ -37,41 +37,44 @@ class FakeEngine:
         if prompt.prompt_id == "long":
             raise ValueError("prompt long: does not fit")
 
-    def step(self) -> Iterator[tuple[int, Group]]:
+    def step(self) -> Iterator[tuple[int, Any]]:
         self.fail()
         if self.go.wait(timeout=0.01):
             self.events.append("+".join(prompt.prompt_id for prompt in self.jobs.values()))
             for job in list(self.jobs):
-                yield job, Group(prompt=self.jobs.pop(job), trajectories=())
+                yield job, self._finish(job)
+
+    def _finish(self, job: int, *dropped: str) -> Any:
+        return SimpleNamespace(prompt=self.jobs.pop(job), dropped=dropped)
 
     def abort(self, job: int) -> None:
         if self.jobs.pop(job, None) is not None:
             self.events.append(f"abort {job}")
 
-    def cut(self, job: int) -> list[tuple[int, Group]]:
+    def cut(self, job: int) -> list[tuple[int, Any]]:
         event = f"cut {self.jobs[job].prompt_id}"
         again = event in self.events
         self.events.append(event)
         if again:
-            return [(job, Group(prompt=self.jobs.pop(job), trajectories=(), dropped=("late",)))]
+            return [(job, self._finish(job, "late"))]
         if not self.ignores_cuts:
             self.go.set()
         return []
 
-    def sleep(self) -> list[tuple[int, Group]]:
+    def sleep(self) -> list[tuple[int, Any]]:
         return self.pause("asleep")
 
-    def begin_update(self) -> list[tuple[int, Group]]:
+    def begin_update(self) -> list[tuple[int, Any]]:
         return self.pause("begin")
 
-    def pause(self, event: str) -> list[tuple[int, Group]]:
+    def pause(self, event: str) -> list[tuple[int, Any]]:
         """Pause the engine. The tokens in flight complete the group named "nearly"."""
         self.updating = True
         self.events.append(event)
         names = {prompt.prompt_id: job for job, prompt in self.jobs.items()}
         if (job := names.get("nearly")) is None:
             return []
-        return [(job, Group(prompt=self.jobs.pop(job), trajectories=()))]
+        return [(job, self._finish(job))]
 
     def load_bucket(self, bucket: Bucket) -> None:
         if bucket == "bad":

@@ -56,7 +56,7 @@ def _cut_twice() -> tuple[list[Any], int, list[Any], list[str]]:
     engine._requests = SimpleNamespace(store_hashes=lambda name: None)
     first = engine.cut(5)
     limit = requests["begun"].max_tokens
-    second = engine.cut(5)
+    second = [(number, job.result()) for number, job in engine.cut(5)]
     assert not engine._jobs and not engine._owners
     return first, limit, second, aborted
 

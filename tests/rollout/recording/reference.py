@@ -65,7 +65,7 @@ class Reference:
         """Check masks and log-probabilities against the weights that sampled each token. Routes are
         checked against the weights that sampled the next token."""
         for segment in trajectory.segments:
-            self._check_segment(segment, sampling, report, tolerance)
+            self._check_segment(segment.loaded({}), sampling, report, tolerance)
 
     def _check_segment(
         self, segment: Segment, sampling: SamplingConfig, report: Report, tolerance: Tolerance

@@ -34,7 +34,16 @@ from keel.trainer.run.journal import (
 )
 from keel.trainer.run.trajectory_files import TokenFile, TokenTexts
 from keel.trainer.run.view import View, _LiveView
-from tests.rl.rollouts import finished, kept_of, logp_old_of, scored, segment, trajectory
+from tests.rl.rollouts import (
+    as_stored,
+    finished,
+    kept_of,
+    logp_old_of,
+    scored,
+    segment,
+    trajectory,
+    with_segments,
+)
 
 
 def said() -> ScoredGroup:
@@ -264,7 +273,8 @@ def test_recordings_are_saved_one_segment_at_a_time(
     answers = [trajectory(segment(3, 9, routes=True, kept=True), sibling=i) for i in range(3)]
     whole, load, arrays = scored(answers, [0.0, 1.0, 0.0]), Segment.loaded, list[Any]()
     monkeypatch.setattr("keel.rollout.engine.worker.STORED_BYTES", 1)
-    light, *stored = detach(GroupRequest(whole.group.prompt, 3), whole.group)
+    sampled = with_segments(whole.group, as_stored)
+    light, *stored = detach(GroupRequest(whole.group.prompt, 3), sampled)
     light = attach(light, range(3))
 
     def loaded(one: Segment, recordings: Any) -> Segment:
