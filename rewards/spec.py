@@ -24,8 +24,11 @@ class RewardSpec(BaseModel):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"])
-            value = repr(first["input"])[:100]
-            wrong = "must be an object" if first["type"] == "model_type" else first["msg"]
+            wrong = first["msg"].removeprefix("Value error, ")
+            if first["type"] == "model_type":
+                wrong = "must be an object"
+            whole = isinstance(first["input"], Mapping)  # the message names the field
+            value = "" if whole else f", is {repr(first['input'])[:100]}"
             raise ValueError(
-                f"{spec.get('kind')}{where and f' {where[1:]}'}: {wrong}, is {value}"
+                f"{spec.get('kind')}{where and f' {where[1:]}'}: {wrong}{value}"
             ) from error

@@ -44,12 +44,18 @@ def weighted(*weights: Any) -> dict[str, Any]:
     ("spec", "match"),
     [
         *((rubric(), "criteria"), ({"kind": "rubric", "criteria": "be nice"}, "criteria")),
-        *((rubric("nice"), "criteria.0"), (rubric({"text": "t", "weight": 1}), "name")),
+        *(
+            (rubric("nice"), "criteria.0.: must be an object, is 'nice'$"),
+            (rubric({"text": "t", "weight": 1}), "name"),
+        ),
         *((rubric({**ONE, "text": " "}), "text"), (rubric({**ONE, "wieght": 1}), "wieght")),
         *((rubric(ONE, criterion=1), "criterion"), (rubric(ONE, ONE), "same name")),
         *((rubric({**ONE, "thinking": 1}), "thinking"), (rubric(ONE, reference=3), "reference")),
         *((weighted(*w), "weight") for w in ((1.5, -0.5), (1, 0), (math.nan,), ("1",), (True,))),
-        *((weighted(0.5, 0.4), "sum"), (weighted(*[1 / 33] * 33), "criteria")),
+        *(
+            (weighted(0.5, 0.4), "sum to 0.9; make them sum to 1$"),
+            (weighted(*[1 / 33] * 33), "criteria"),
+        ),
         *(({"kind": "rubrik"}, "rubrik"), ({"kind": "refusal", "refuse": "yes"}, "refuse")),
         ({"kind": "proof", "alpha": 1.2}, "alpha"),
         *(({**VERIFICATION, "proof": ""}, "proof"), ({**VERIFICATION, "score": 2}, "score")),
