@@ -213,7 +213,10 @@ def suggest(path: str, root: type) -> str:
         matches = begun
     if matches := matches or difflib.get_close_matches(plain, names, n=1, cutoff=0.75):
         return f"did you mean {' or '.join(matches)}?"
-    return f"`keel knobs{' ' * bool(section)}{section}` lists all knobs"
+    return (
+        f"`keel knobs{' ' * bool(section)}{section}` lists all knobs, and docs/coming-from.md "
+        "those of TRL, verl and others"
+    )
 
 
 def require(ok: bool, name: str, value: object, rule: str) -> None:
