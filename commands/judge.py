@@ -129,7 +129,10 @@ def _parse_answer(fields: dict[str, Any], number: str, common: Mapping[str, Any]
     judged_spec(reward)
     answer, thinking = fields.get("answer"), fields.get("thinking", "")
     if not isinstance(answer, str) or not isinstance(thinking, str):
-        raise ValueError("`answer` must be text, and so must `thinking`, if there is any")
+        raise ValueError(
+            "`answer` must be text, and so must `thinking`, if there is any; the line has "
+            f"{', '.join(fields) or 'no keys'}"
+        )
     messages: Any = fields.get("messages")
     if not messages:
         if not isinstance(fields.get("prompt"), str):
