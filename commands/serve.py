@@ -2,7 +2,6 @@
 
 import json
 import os
-import readline  # noqa: F401  gives `input` its line editing and history
 import sys
 import tempfile
 import time

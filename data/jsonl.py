@@ -15,7 +15,7 @@ Each row has one prompt, and the answer, tests or criteria used to judge complet
 docs/data.md, docs/rewards.md and docs/rubrics.md describe the keys. The object `environment` is
 passed only to the source's environment. All other keys are available to templates, and to the
 user's reward functions in `prompt.reward["columns"]`. With such a function, a row needs no other
-way to judge completions.
+way to judge completions, unless `correct` has a weight.
 """
 
 import json

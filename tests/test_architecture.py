@@ -282,6 +282,8 @@ def lines_of(program: str) -> list[str]:
             "keel.commands.cli": ("torch", "numpy", "ray", "omegaconf", *ENGINES),
             "keel.commands.reference": ("torch", "numpy", "rich", "yaml", "omegaconf"),
             "keel.commands.new": ("torch", "numpy", "ray", *ENGINES),
+            "keel.commands.chat": ("torch", "ray", *ENGINES),
+            "keel.commands.serve": ("torch", "ray", *ENGINES),
             "keel.trainer.loop": ("torch", "ray", *ENGINES),
             "keel.rewards.judge.service": ("torch", "openai", *ENGINES),
             "keel.rollout.engine.worker": ("torch", *ENGINES),

@@ -211,7 +211,7 @@ class Learner:
         if now != before:
             deadline = self._ranks.deadline("switching activation checkpointing")
             self._ranks.call_all("checkpoint_activations", now[1], deadline=deadline)
-        self._config = config
+        self._config = self._ranks.config = config
 
     def evaluate_nll(
         self,

@@ -63,7 +63,7 @@ class RankCalls:
     def __init__(self, ranks: Sequence[Any], config: Config, *, direct: bool) -> None:
         """Set `direct` if the ranks send weights to the engines themselves, so that calls
         may have to wait for them."""
-        self.actors, self._config, self._direct = ranks, config, direct
+        self.actors, self.config, self._direct = ranks, config, direct
         self._order = threading.Lock()
         """Lock held while calling all ranks, so that every rank receives its calls in the same
         order."""
@@ -87,7 +87,7 @@ class RankCalls:
         """Call `method` on every rank with the input of its data-parallel replica. See
         `call_timed`."""
         stored = [(ray_timeouts.put(one),) for one in inputs]  # each rank fetches only its own
-        size = self._config.trainer.sequence_parallel
+        size = self.config.trainer.sequence_parallel
         arguments = [stored[rank // size] for rank in range(len(self.actors))]
         return self.call_timed(method, arguments, what)
 
@@ -108,10 +108,10 @@ class RankCalls:
         """Return the deadline of a call: `trainer.timeout_s` per optimizer step, plus the time to
         send weights, because a rank may still be sending. If `estimated` is set and the longest
         call so far suggests less, the deadline is shorter."""
-        sending_s = self._config.sending_timeout_s if self._direct else 0.0
+        sending_s = self.config.sending_timeout_s if self._direct else 0.0
         knob = "trainer.timeout_s"
         knob += ", and rollout.update_timeout_s of engines" * (sending_s > 0)
-        seconds = steps * self._config.trainer.timeout_s + sending_s
+        seconds = steps * self.config.trainer.timeout_s + sending_s
         if estimated and what in self._longest_s:
             longest_s = self._longest_s[what]
             expected = max(_MIN_S, _SLOWDOWN * longest_s) + sending_s

@@ -1,4 +1,7 @@
-"""Changes how vLLM loads FP8 weights. `keel.weights.loader` imports this module in each worker."""
+"""Changes how vLLM loads FP8 weights, and drops warnings of its reload.
+
+`keel.weights.loader` imports this module in each worker.
+"""
 
 import logging
 import time

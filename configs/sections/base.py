@@ -180,7 +180,7 @@ _REMOVED: Mapping[str, tuple[str | float, str]] = {
     "data.sources[].most_pass_rate": (1.0, _KEPT),
     "data.sources[].pass_rates": ("", _KEPT),
     "eval.against": ("", "run `keel compare` on the folders of two evaluations"),
-    "rollout.cascade_attention": (True, "removed; leave it out"),
+    "rollout.cascade_attention": (True, "it was removed; leave it out"),
 }
 """Maps the path of a removed knob to its default and what to use instead. The default is ignored,
 because the recipes in older run folders list all knobs."""

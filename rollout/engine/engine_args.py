@@ -82,7 +82,8 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
         if spec.cache_bytes:
             args["kv_cache_memory_bytes"] = spec.cache_bytes
         if not config.enforce_eager:
-            sizes = _captured_sizes(config.max_num_seqs, config.max_num_batched_tokens)
+            tokens = config.max_num_seqs * (1 + config.draft_tokens)
+            sizes = _captured_sizes(tokens, config.max_num_batched_tokens)
             args["cudagraph_capture_sizes"] = sizes
         if spec.batch_invariant:
             # Compiled layers would fuse operations and round where the trainer does not.

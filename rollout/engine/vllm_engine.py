@@ -122,6 +122,13 @@ class Job:
     ) -> Trajectory:
         before = len(self.context)
         tokens = before + len(sampled.token_ids_R)
+        expected = {"sampling_mask": tokens - before}  # the others have a row per input token
+        for name, length in recordings.lengths.items():
+            if length != expected.get(name, tokens - 1):
+                raise RecordingError(
+                    f"prompt {prompt.prompt_id}: {name} has {length} entries, expected "
+                    f"{expected.get(name, tokens - 1)}"
+                )
         stored = _describe(recordings, before)
         segment = Segment(
             prompt_id=prompt.prompt_id,

@@ -224,7 +224,7 @@ def in_this_process() -> Iterator[None]:
         patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu"),
         patch("keel.trainer.prepare.check_environments", check_environments),
         patch("keel.commands.train.launch", running),
-        patch("keel.commands.train.launch_sft", teaching),
+        patch("keel.commands.sft.launch_sft", teaching),
         patch("keel.commands.evaluate.launch", running),
     ):
         try:

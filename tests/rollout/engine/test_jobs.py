@@ -19,7 +19,7 @@ from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.recordings import Recordings, SamplingMasks
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rollout.chat.parsing import decode_all, split_message
-from keel.rollout.spec import EngineSpec, GroupRequest, LostTurn, env_vars
+from keel.rollout.spec import EngineSpec, GroupRequest, LostTurn, RecordingError, env_vars
 from tests.rl.rollouts import prompt, with_segments
 
 CONTEXT = np.array([1, 2, 3], np.int32)
@@ -72,11 +72,15 @@ def test_segments_align_recordings(engine: Any) -> None:
         ("logp", np.zeros(3, np.float32)),
         ("version", np.zeros(1, np.int32)),
         ("routes", np.zeros((3, 3, 2), np.int16)),
+        ("sampling_mask", SamplingMasks.empty(5)),
     ],
 )
 def test_recordings_of_a_wrong_length_are_refused(engine: Any, name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=name):
-        group(engine, {{"version": "versions", "routes": "routes_TLK"}.get(name, name): value})
+    recording = {{"version": "versions", "routes": "routes_TLK"}.get(name, name): value}
+    job = engine.Job(request=GroupRequest(prompt(), 1), context=CONTEXT, max_tokens=9)
+    job.add(0, *completion(**recording), "four")
+    with pytest.raises((ValueError, RecordingError), match=name):
+        job.result()
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
