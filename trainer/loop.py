@@ -87,7 +87,8 @@ class Parts:
     heldout: Mapping[str, Sequence[Prompt]]
     save: Save
     should_stop: Callable[[], bool]
-    """Return True to end the run after the current step."""
+    """Return True to end the run after the current step, and to cut evaluations but the last short.
+    """
     dump_bad_batch: Callable[[int, Sequence[ScoredGroup], Sequence[str]], None]
     """Save the batch and the findings of a step with a non-finite gradient."""
     should_abort: Callable[[], bool]
