@@ -237,7 +237,7 @@ def written(folder: Path, *options: str, rows: tuple[dict[str, Any], ...] = (ROW
 
 def test_agreement_with_the_labels_is_the_reward(tmp_path: Path) -> None:
     function = "keel.examples.judges.agreement"
-    options = {"path": str(written(tmp_path)), "rewards": {"correct": 1.0, function: 1.0}}
+    options = {"path": str(written(tmp_path)), "rewards": {function: 1.0}}
     source = SourceConfig(name="judge", source="jsonl", **options)  # type: ignore[arg-type]
     (item,) = load_jsonl(source, check_spec).items
     assert "Names a river." in item.prompt.messages[0]["content"]
