@@ -53,6 +53,8 @@ _SILENT_S = 30.0
 """Seconds without an answer after which a node is no longer used. Ray itself waits for 65 s."""
 _AGAIN_S = 60.0
 """Seconds to wait after losing a node before restarting its actor."""
+_DYING_S = 2.0
+"""Seconds in which the processes of a dying node end."""
 _MAX_LOSSES = 3
 """Number of lost nodes after which completions are verified on the driver's node."""
 _Load = Literal["jobs", "episodes"]
@@ -124,6 +126,10 @@ class _NodeWorker:
     ) -> list[VerifierScore]:
         assert self._pool is not None
         scores = await asyncio.wrap_future(self._pool.submit(spec, completions))
+        if any("SIGKILL" in score.error for score in scores):
+            # On a dying node, its workers may be killed first. Work without an answer is repeated
+            # on another node.
+            await asyncio.sleep(_DYING_S)
         # Its files or libraries may be the reason. `at` stays the same on all nodes, because errors
         # are reported once per location.
         where = f" on node {socket.gethostname()}"
