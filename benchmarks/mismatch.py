@@ -109,7 +109,7 @@ class Size:
     seed: int = 0
     gpu_memory_utilization: float = 0.25
     tensor_parallel: int = 1
-    """Number of GPUs of the engine, each of which has whole experts if it is above 1."""
+    """Number of GPUs of the engine. With more than one, each GPU has whole experts."""
 
 
 def questions(size: Size, *, words: bool) -> list[Prompt]:
