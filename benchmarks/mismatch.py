@@ -77,8 +77,6 @@ class Arm:
     """`model.residual_dtype`"""
     quantization: Literal["", "fp8"] = ""
     """`rollout.quantization`"""
-    drafts: int = 0
-    """`rollout.draft_tokens`"""
 
 
 ARMS: Mapping[str, Arm] = {
@@ -90,7 +88,6 @@ ARMS: Mapping[str, Arm] = {
     "float16-residual": Arm("float16", "float16", residual="float32", compiled=True),
     "float16-compiled": Arm("float16", "float16", compiled=True),
     "float32": Arm("float32", "float32"),
-    "float32-drafts": Arm("float32", "float32", drafts=3),
     "fp8": Arm("bfloat16", "bfloat16", quantization="fp8"),
 }
 
@@ -273,7 +270,6 @@ def rollout_config(arm: Arm, size: Size) -> RolloutConfig:
         ),
         head_dtype=head,
         quantization=arm.quantization,
-        draft_tokens=arm.drafts,
         gpu_memory_utilization=size.gpu_memory_utilization,
         tensor_parallel=size.tensor_parallel,
         expert_parallel=size.tensor_parallel > 1,
