@@ -249,7 +249,10 @@ def _attend(
             return x[rows].unflatten(0, (count, -1))
 
         queries, keys = [block(x, own) for x in per_query], [block(x, seen) for x in per_key]
-        size = sparse.chunk or _chunk_size(queries[0], queries[1], seen.stop - seen.start, top_k)
+        fused = not sparse.dense and _has_kernels(query, run.rank)
+        size = sparse.chunk or _chunk_size(
+            queries[0], queries[1], seen.stop - seen.start, top_k, fused
+        )
         if sparse.dense or (first + longest <= top_k and recorded is None):
             parts = _apply_in_chunks(run.dense, queries, keys, size=size, first=first)
             overlap = torch.full_like(parts[1], -1)
@@ -258,7 +261,12 @@ def _attend(
             chosen, overlap = _select_in_chunks(
                 queries[1], queries[2], keys[1], top_k, size, first=first, recorded=replayed
             )
-            parts = _apply_in_chunks(run.chosen, [*queries, chosen], keys, size=size, first=first)
+            if fused:
+                parts = _attend_fused(run, queries, keys, chosen)
+            else:
+                parts = _apply_in_chunks(
+                    run.chosen, [*queries, chosen], keys, size=size, first=first
+                )
         outputs.append(tuple(part.flatten(0, 1) for part in (*parts, overlap)))
     mixed, lost, topk_attention, overlap = (
         torch.cat(x).index_select(0, rows.back) for x in zip(*outputs, strict=True)
@@ -272,6 +280,38 @@ def _attend(
         if recorded is not None:
             sparse.overlap.append(_sum_and_count(overlap))
     return mixed
+
+
+def _has_kernels(query: Tensor, rank: int) -> bool:
+    """Return whether `keel.model.sparse.kernels` supports queries [..., d] whose first `rank`
+    elements are the latent part. Others, such as those on a CPU, are processed by PyTorch."""
+    sizes = {rank, query.shape[-1] - rank} - {0}
+    fits = all(size >= 16 and size & (size - 1) == 0 for size in sizes)
+    return query.is_cuda and query.dtype.itemsize == 2 and fits
+
+
+def _attend_fused(
+    run: "ChunkAttention",
+    queries: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    chosen: Tensor,
+) -> tuple[Tensor, ...]:
+    """Compute the same as `ChunkAttention.chosen` for all queries, with Triton kernels."""
+    from keel.model.sparse import kernels  # noqa: PLC0415
+
+    (query, index_q, weight), (key, index_k) = queries, keys
+    starts = key.shape[1] * torch.arange(len(key), dtype=torch.int32, device=key.device)
+    rows = chosen.where(chosen == NONE, chosen + starts[:, None, None]).flatten(0, 1)
+    inputs = query.flatten(0, 1), key.flatten(0, 1), rows
+    mixed, lse = kernels.sparse_attention(*inputs, run.scaling, run.rank)
+    mixed = mixed.unflatten(0, query.shape[:2])
+    lost, topk_attention = run.not_computed(mixed)
+    if run.loss:
+        target = kernels.mean_shares(*inputs, lse, run.scaling, run.rank)
+        index_q, weight, index_k = (x.flatten(0, 1) for x in (index_q, weight, index_k))
+        scores = kernels.selected_scores(index_q, weight, index_k, rows)
+        lost = kl_divergence(target, scores, rows != NONE).unflatten(0, query.shape[:2])
+    return mixed, lost, topk_attention
 
 
 def _sum_and_count(shares: Tensor) -> Tensor:
@@ -305,7 +345,7 @@ class ChunkAttention:
         seen = causal_mask(first, logits[:, :, 0])
         shares = logits.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
         mixed = torch.einsum("bchs,bsr->bchr", shares.to(key.dtype), key[..., : self.rank])
-        lost, topk_attention = self._not_computed(mixed)
+        lost, topk_attention = self.not_computed(mixed)
         if self.loss:
             target = shares.detach().mean(2)
             scores = index_scores(index_q, weight, index_k)
@@ -331,13 +371,13 @@ class ChunkAttention:
         logits = matmul_own_keys(query, keys) * self.scaling  # [B, c, H, k]
         shares = logits.masked_fill(~known[:, :, None], -torch.inf).softmax(-1)
         mixed = shares.to(key.dtype) @ keys[..., : self.rank]
-        lost, topk_attention = self._not_computed(mixed)
+        lost, topk_attention = self.not_computed(mixed)
         if self.loss:
             scores = selected_scores(index_q, weight, gather_keys(index_k, chosen))
             lost = kl_divergence(shares.mean(2), scores, known)
         return mixed, lost, topk_attention
 
-    def _not_computed(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
+    def not_computed(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
         nothing = mixed.new_zeros(mixed.shape[:2], dtype=torch.float32)
         return nothing, nothing - 1
 
@@ -361,7 +401,12 @@ def _select_in_chunks(
 
     def chunk(first: int, query: Tensor, weight: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
         *bitmaps, key = others
-        scores = index_scores(query, weight, key)
+        if _has_kernels(query, query.shape[-1]):
+            from keel.model.sparse import kernels  # noqa: PLC0415
+
+            scores = kernels.index_scores(first, query, weight, key)
+        else:
+            scores = index_scores(query, weight, key)
         chosen = select_top_keys(first, scores, top_k)
         overlap = scores.new_full(chosen.shape[:2], -1)
         for bitmap in bitmaps:
@@ -385,13 +430,15 @@ def _unpack_bits(bitmap: Tensor, count: int) -> Tensor:
     return nn.functional.pad(bits[..., :count], (0, max(0, count - bits.shape[-1])))
 
 
-def _chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int) -> int:
-    """Return how many queries to process at once so that their largest float32 tensor takes up at
-    most `_CHUNK_BYTES`. `keys` is the total number of keys across all rows."""
-    rows, width = len(query), query.shape[-1]
-    heads = max(query.shape[2], index_q.shape[2])
-    largest = 4 * max(heads * keys, rows * min(top_k, keys) * max(width, heads))
-    return max(1, _CHUNK_BYTES["cuda" if query.is_cuda else "cpu"] // largest)
+def _chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int, fused: bool) -> int:
+    """Return how many queries to process at once so that their largest tensor takes up at most
+    `_CHUNK_BYTES`. `keys` is the total number of keys across all rows. With `fused` kernels, that
+    tensor is the order of all keys."""
+    rows, heads, width = len(query), max(query.shape[2], index_q.shape[2]), query.shape[3]
+    apart = 4 * max(heads * keys, rows * top_k * max(width, heads))
+    return max(
+        1, _CHUNK_BYTES["cuda" if query.is_cuda else "cpu"] // (8 * keys if fused else apart)
+    )
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
