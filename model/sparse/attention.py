@@ -55,6 +55,8 @@ _SUPPORTED = "DeepseekV32Attention"
 """The only supported attention class of transformers."""
 _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
 """Maximum size of the largest tensor of a chunk, in bytes."""
+_SHARED_BYTES = 227 * 1024
+"""Shared memory that a program of the kernels may need."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -253,20 +255,23 @@ def _attend(
         size = sparse.chunk or _chunk_size(
             queries[0], queries[1], seen.stop - seen.start, top_k, fused
         )
-        if sparse.dense or (first + longest <= top_k and recorded is None):
+        everything = first + longest <= top_k and recorded is None
+        if sparse.dense or (everything and not fused):
             parts = _apply_in_chunks(run.dense, queries, keys, size=size, first=first)
             overlap = torch.full_like(parts[1], -1)
         else:
-            replayed = [] if recorded is None else [block(recorded, own)]
-            chosen, overlap = _select_in_chunks(
-                queries[1], queries[2], keys[1], top_k, size, first=first, recorded=replayed
-            )
+            if everything:
+                chosen, overlap = _select_all(first, queries[0])
+            else:
+                replayed = [] if recorded is None else [block(recorded, own)]
+                chosen, overlap = _select_in_chunks(
+                    queries[1], queries[2], keys[1], top_k, size, first=first, recorded=replayed
+                )
             if fused:
                 parts = _attend_fused(run, queries, keys, chosen)
             else:
-                parts = _apply_in_chunks(
-                    run.chosen, [*queries, chosen], keys, size=size, first=first
-                )
+                inputs = [*queries, chosen]
+                parts = _apply_in_chunks(run.chosen, inputs, keys, size=size, first=first)
         outputs.append(tuple(part.flatten(0, 1) for part in (*parts, overlap)))
     mixed, lost, topk_attention, overlap = (
         torch.cat(x).index_select(0, rows.back) for x in zip(*outputs, strict=True)
@@ -284,10 +289,14 @@ def _attend(
 
 def _has_kernels(query: Tensor, rank: int) -> bool:
     """Return whether `keel.model.sparse.kernels` supports queries [..., d] whose first `rank`
-    elements are the latent part. Others, such as those on a CPU, are processed by PyTorch."""
+    elements are the latent part. The kernels need the shared memory of an H100. PyTorch processes
+    others, such as those on a CPU."""
     sizes = {rank, query.shape[-1] - rank} - {0}
     fits = all(size >= 16 and size & (size - 1) == 0 for size in sizes)
-    return query.is_cuda and query.dtype.itemsize == 2 and fits
+    if not (fits and query.is_cuda and query.dtype.itemsize == 2):
+        return False
+    properties = torch.cuda.get_device_properties(query.device)
+    return properties.shared_memory_per_block_optin >= _SHARED_BYTES
 
 
 def _attend_fused(
@@ -382,6 +391,15 @@ class ChunkAttention:
         return nothing, nothing - 1
 
 
+def _select_all(first: int, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Select all earlier keys for queries [B, L, …]. Returns the same as `_select_in_chunks`."""
+    (rows, count), device = query.shape[:2], query.device
+    own = torch.arange(first, first + count, dtype=torch.int32, device=device)
+    earlier = torch.arange(first + count, dtype=torch.int32, device=device)
+    chosen = earlier.where(earlier <= own[:, None], NONE)
+    return chosen.expand(rows, -1, -1), torch.full((rows, count), -1.0, device=device)
+
+
 @torch.no_grad()
 def _select_in_chunks(
     query: Tensor,
@@ -434,11 +452,11 @@ def _chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int, fused: bo
     """Return how many queries to process at once so that their largest tensor takes up at most
     `_CHUNK_BYTES`. `keys` is the total number of keys across all rows. With `fused` kernels, that
     tensor is the order of all keys."""
-    rows, heads, width = len(query), max(query.shape[2], index_q.shape[2]), query.shape[3]
-    apart = 4 * max(heads * keys, rows * top_k * max(width, heads))
-    return max(
-        1, _CHUNK_BYTES["cuda" if query.is_cuda else "cpu"] // (8 * keys if fused else apart)
-    )
+    rows, width = len(query), query.shape[-1]
+    heads = max(query.shape[2], index_q.shape[2])
+    largest = 4 * max(heads * keys, rows * min(top_k, keys) * max(width, heads))
+    largest = 8 * keys if fused else largest
+    return max(1, _CHUNK_BYTES["cuda" if query.is_cuda else "cpu"] // largest)
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

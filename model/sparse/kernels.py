@@ -22,9 +22,12 @@ _QUERIES, _KEYS = 64, 128
 """Tile of `index_scores`."""
 _HEADS = 64
 """Largest number of heads in a program of the attention kernels."""
-_FORWARD = {"KEYS": 32, "num_warps": 8, "num_stages": 2}
-_BACKWARD = {"KEYS": 16, "num_warps": 8, "num_stages": 1}
-_SHARES = {"KEYS": 128, "num_warps": 8, "num_stages": 2}
+_LOOPED = 32
+"""Number of heads that a program of the other kernels processes at a time."""
+_FORWARD = {"KEYS": 64, "num_warps": 8, "num_stages": 2}
+_QUERY_GRADIENT = {"KEYS": 32, "num_warps": 8, "num_stages": 2}
+_KEY_GRADIENT = {"KEYS": 64, "num_warps": 8, "num_stages": 2}
+_SHARES = {"KEYS": 64, "num_warps": 4, "num_stages": 2}
 _INDEX = {"KEYS": 64, "num_warps": 4}
 
 
@@ -68,6 +71,14 @@ def index_scores(first: int, query: Tensor, weight: Tensor, key: Tensor) -> Tens
 
 
 @triton.jit
+def _token_and_part(count, SIZE: tl.constexpr):
+    """Return this program's token, and the first of the heads or keys that it processes."""
+    parts = tl.cdiv(count, SIZE)
+    program = tl.program_id(0)
+    return (program // parts).to(tl.int64), program % parts * SIZE
+
+
+@triton.jit
 def _load_keys(key, chosen, at, top_k, RANK: tl.constexpr, ROPE: tl.constexpr):
     """Load the latent and rotary parts of the selected keys in places `at`, and their rows."""
     row = tl.load(chosen + at, mask=at < top_k, other=-1)
@@ -80,78 +91,116 @@ def _load_keys(key, chosen, at, top_k, RANK: tl.constexpr, ROPE: tl.constexpr):
 
 @triton.jit
 def _attend(
-    query, key, chosen, out, lse, scale, top_k, heads,
+    query, key, chosen, last, out, lse, scale, top_k, heads,
     RANK: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(1).to(tl.int64)
-    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    token, first = _token_and_part(heads, HEADS)
+    head = first + tl.arange(0, HEADS)
     live, at = head < heads, token * heads + head
     r, e = tl.arange(0, RANK), tl.arange(0, ROPE)
     own = query + at[:, None] * (RANK + ROPE)
     q_latent = tl.load(own + r[None, :], mask=live[:, None], other=0)
     q_turned = tl.load(own + RANK + e[None, :], mask=live[:, None], other=0)
-    most = tl.full([HEADS], float("-inf"), tl.float32)
+    most = tl.full([HEADS], -1e30, tl.float32)  # finite, as a tile may hold no key
     total = tl.zeros([HEADS], tl.float32)
     mixed = tl.zeros([HEADS, RANK], tl.float32)
-    for start in range(0, top_k, KEYS):
+    for start in range(0, tl.load(last + token), KEYS):
         place = start + tl.arange(0, KEYS)
         latent, turned, row = _load_keys(key, chosen + token * top_k, place, top_k, RANK, ROPE)
-        if tl.max(row, 0) >= 0:
-            logits = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
-            logits += tl.dot(q_turned, tl.trans(turned), input_precision="ieee")
-            logits = tl.where((row >= 0)[None, :], logits * scale, float("-inf"))
-            larger = tl.maximum(most, tl.max(logits, 1))
-            shares = tl.exp(logits - larger[:, None])
-            kept = tl.exp(most - larger)
-            total = total * kept + tl.sum(shares, 1)
-            shares = shares.to(latent.dtype)
-            mixed = mixed * kept[:, None] + tl.dot(shares, latent, input_precision="ieee")
-            most = larger
+        logits = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
+        logits = tl.dot(q_turned, tl.trans(turned), logits, input_precision="ieee")
+        logits = tl.where((row >= 0)[None, :], logits * scale, float("-inf"))
+        larger = tl.maximum(most, tl.max(logits, 1))
+        shares = tl.exp(logits - larger[:, None])
+        kept = tl.exp(most - larger)
+        total = total * kept + tl.sum(shares, 1)
+        shares = shares.to(latent.dtype)
+        mixed = tl.dot(shares, latent, mixed * kept[:, None], input_precision="ieee")
+        most = larger
     mixed = mixed / total[:, None]
     tl.store(out + at[:, None] * RANK + r[None, :], mixed.to(out.dtype.element_ty), live[:, None])
     tl.store(lse + at, most + tl.log(total), live)
 
 
 @triton.jit
-def _attend_backward(
-    query, key, chosen, grad, lse, delta, grad_query, grad_key, scale, top_k, heads,
+def _load_pair(
+    query, grad, lse, token, first, heads,
+    RANK: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Load latent queries and output gradients as one tile, because separate products need more
+    registers than there are. Also returns the rotary queries and the heads' denominators."""
+    head, pair = first + tl.arange(0, HEADS), first + tl.arange(0, 2 * HEADS) % HEADS
+    live, at, row = head < heads, token * heads + head, token * heads + pair
+    turned = query + at[:, None] * (RANK + ROPE) + RANK + tl.arange(0, ROPE)[None, :]
+    turned = tl.load(turned, mask=live[:, None], other=0)
+    norm = tl.load(lse + at, mask=live, other=float("inf"))
+    is_query = tl.arange(0, 2 * HEADS) < HEADS
+    start = tl.where(is_query, query + row * (RANK + ROPE), grad + row * RANK)
+    tile = start[:, None] + tl.arange(0, RANK)[None, :]
+    return tl.load(tile, mask=(pair < heads)[:, None], other=0), turned, norm
+
+
+@triton.jit
+def _query_gradient(
+    query, key, chosen, last, out, lse, grad, delta, grad_query, scale, top_k, heads,
     RANK: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(1).to(tl.int64)
-    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
-    live, at = head < heads, token * heads + head
-    r, e = tl.arange(0, RANK), tl.arange(0, ROPE)
-    own = query + at[:, None] * (RANK + ROPE)
-    q_latent = tl.load(own + r[None, :], mask=live[:, None], other=0)
-    q_turned = tl.load(own + RANK + e[None, :], mask=live[:, None], other=0)
-    g = tl.load(grad + at[:, None] * RANK + r[None, :], mask=live[:, None], other=0)
-    norm = tl.load(lse + at, mask=live, other=float("inf"))
-    mean = tl.load(delta + at, mask=live, other=0)
-    dq_latent = tl.zeros([HEADS, RANK], tl.float32)
-    dq_turned = tl.zeros([HEADS, ROPE], tl.float32)
-    for start in range(0, top_k, KEYS):
+    """Also stores the product of each output and its gradient in `delta`, for `_key_gradient`."""
+    token, first = _token_and_part(heads, HEADS)
+    head = first + tl.arange(0, HEADS)
+    live, at, r = head < heads, token * heads + head, tl.arange(0, RANK)
+    value = tl.load(out + at[:, None] * RANK + r[None, :], mask=live[:, None], other=0)
+    upstream = tl.load(grad + at[:, None] * RANK + r[None, :], mask=live[:, None], other=0)
+    mean = tl.sum(value.to(tl.float32) * upstream.to(tl.float32), 1)
+    tl.store(delta + at, mean, live)
+    pair, q_turned, norm = _load_pair(query, grad, lse, token, first, heads, RANK, ROPE, HEADS)
+    latents = tl.zeros([HEADS, RANK], tl.float32)
+    turns = tl.zeros([HEADS, ROPE], tl.float32)
+    for start in range(0, tl.load(last + token), KEYS):
         place = start + tl.arange(0, KEYS)
         latent, turned, row = _load_keys(key, chosen + token * top_k, place, top_k, RANK, ROPE)
-        if tl.max(row, 0) >= 0:
-            known = row >= 0
-            logits = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
-            logits += tl.dot(q_turned, tl.trans(turned), input_precision="ieee")
-            shares = tl.where(known[None, :], tl.exp(logits * scale - norm[:, None]), 0.0)
-            slope = tl.dot(g, tl.trans(latent), input_precision="ieee")
-            slope = (shares * (slope - mean[:, None]) * scale).to(latent.dtype)
-            shares = shares.to(latent.dtype)
-            dq_latent += tl.dot(slope, latent, input_precision="ieee")
-            dq_turned += tl.dot(slope, turned, input_precision="ieee")
-            dk = tl.dot(tl.trans(slope), q_latent, input_precision="ieee")
-            dk += tl.dot(tl.trans(shares), g, input_precision="ieee")
-            into = grad_key + row.to(tl.int64)[:, None] * (RANK + ROPE)
-            tl.atomic_add(into + r[None, :], dk, mask=known[:, None], sem="relaxed")
-            dk = tl.dot(tl.trans(slope), q_turned, input_precision="ieee")
-            tl.atomic_add(into + RANK + e[None, :], dk, mask=known[:, None], sem="relaxed")
-    own = grad_query + at[:, None] * (RANK + ROPE)
+        each = tl.dot(pair, tl.trans(latent), input_precision="ieee")
+        logits, slope = tl.split(tl.permute(tl.reshape(each, [2, HEADS, KEYS]), (1, 2, 0)))
+        logits += tl.dot(q_turned, tl.trans(turned), input_precision="ieee")
+        shares = tl.where((row >= 0)[None, :], tl.exp(logits * scale - norm[:, None]), 0.0)
+        slope = (shares * (slope - mean[:, None]) * scale).to(latent.dtype)
+        latents = tl.dot(slope, latent, latents, input_precision="ieee")
+        turns = tl.dot(slope, turned, turns, input_precision="ieee")
+    into = grad_query + at[:, None] * (RANK + ROPE)
     kind = grad_query.dtype.element_ty
-    tl.store(own + r[None, :], dq_latent.to(kind), live[:, None])
-    tl.store(own + RANK + e[None, :], dq_turned.to(kind), live[:, None])
+    tl.store(into + r[None, :], latents.to(kind), live[:, None])
+    tl.store(into + RANK + tl.arange(0, ROPE)[None, :], turns.to(kind), live[:, None])
+
+
+@triton.jit
+def _key_gradient(
+    query, key, chosen, last, lse, grad, delta, grad_key, scale, top_k, heads,
+    RANK: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    token, start = _token_and_part(top_k, KEYS)
+    if start >= tl.load(last + token):
+        return
+    place = start + tl.arange(0, KEYS)
+    latent, turned, row = _load_keys(key, chosen + token * top_k, place, top_k, RANK, ROPE)
+    latents = tl.zeros([KEYS, RANK], tl.float32)
+    turns = tl.zeros([KEYS, ROPE], tl.float32)
+    for first in range(0, heads, HEADS):
+        pair, q_turned, norm = _load_pair(query, grad, lse, token, first, heads, RANK, ROPE, HEADS)
+        head = first + tl.arange(0, HEADS)
+        mean = tl.load(delta + token * heads + head, mask=head < heads, other=0)
+        each = tl.dot(latent, tl.trans(pair), input_precision="ieee")
+        logits, slope = tl.split(tl.permute(tl.reshape(each, [KEYS, 2, HEADS]), (0, 2, 1)))
+        logits += tl.dot(turned, tl.trans(q_turned), input_precision="ieee")
+        shares = tl.exp(logits * scale - norm[None, :])
+        slope = (shares * (slope - mean[None, :]) * scale).to(latent.dtype)
+        each = tl.permute(tl.join(slope, shares.to(latent.dtype)), (0, 2, 1))
+        each = tl.reshape(each, [KEYS, 2 * HEADS])
+        latents = tl.dot(each, pair, latents, input_precision="ieee")
+        turns = tl.dot(slope, q_turned, turns, input_precision="ieee")
+    known = (row >= 0)[:, None]
+    into = grad_key + row.to(tl.int64)[:, None] * (RANK + ROPE)
+    tl.atomic_add(into + tl.arange(0, RANK)[None, :], latents, mask=known, sem="relaxed")
+    tl.atomic_add(into + RANK + tl.arange(0, ROPE)[None, :], turns, mask=known, sem="relaxed")
 
 
 @triton.jit
@@ -159,8 +208,8 @@ def _mean_shares(
     query, key, chosen, lse, out, scale, top_k, heads,
     RANK: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    token, start = _token_and_part(top_k, KEYS)
+    place = start + tl.arange(0, KEYS)
     r, e = tl.arange(0, RANK), tl.arange(0, ROPE)
     latent, turned, row = _load_keys(key, chosen + token * top_k, place, top_k, RANK, ROPE)
     total = tl.zeros([KEYS], tl.float32)
@@ -170,15 +219,15 @@ def _mean_shares(
         own = query + at[:, None] * (RANK + ROPE)
         q_latent = tl.load(own + r[None, :], mask=live[:, None], other=0)
         q_turned = tl.load(own + RANK + e[None, :], mask=live[:, None], other=0)
-        logits = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
-        logits += tl.dot(q_turned, tl.trans(turned), input_precision="ieee")
+        logits = tl.dot(latent, tl.trans(q_latent), input_precision="ieee")
+        logits = tl.dot(turned, tl.trans(q_turned), logits, input_precision="ieee")
         norm = tl.load(lse + at, mask=live, other=float("inf"))
-        total += tl.sum(tl.exp(logits * scale - norm[:, None]), 0)
+        total += tl.sum(tl.exp(logits * scale - norm[None, :]), 1)
     total = tl.where(row >= 0, total / heads, 0.0)
     tl.store(out + token * top_k + place, total, mask=place < top_k)
 
 
-def _sizes(query: Tensor, rank: int, heads: int = _HEADS) -> dict[str, Any]:
+def _sizes(query: Tensor, rank: int, heads: int) -> dict[str, Any]:
     count = min(heads, max(16, triton.next_power_of_2(query.shape[1])))
     return {"RANK": rank, "ROPE": query.shape[-1] - rank, "HEADS": count}
 
@@ -192,10 +241,12 @@ class _SparseAttention(Function):
         (tokens, heads, _), top_k = query.shape, chosen.shape[1]
         out = query.new_empty(tokens, heads, rank)
         lse = query.new_empty(tokens, heads, dtype=torch.float32)
-        sizes = _sizes(query, rank)
-        grid = (triton.cdiv(heads, sizes["HEADS"]), tokens)
-        _attend[grid](query, key, chosen, out, lse, scale, top_k, heads, **sizes, **_FORWARD)
-        ctx.save_for_backward(query, key, chosen, out, lse)
+        sizes = _sizes(query, rank, _HEADS)
+        grid = (tokens * triton.cdiv(heads, sizes["HEADS"]),)
+        places = torch.arange(1, top_k + 1, dtype=torch.int32, device=query.device)
+        last = places.where(chosen >= 0, 0).amax(1)
+        _attend[grid](query, key, chosen, last, out, lse, scale, top_k, heads, **sizes, **_FORWARD)
+        ctx.save_for_backward(query, key, chosen, last, out, lse)
         ctx.scale, ctx.rank = scale, rank
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -203,17 +254,21 @@ class _SparseAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, chosen, out, lse = ctx.saved_tensors
+        query, key, chosen, last, out, lse = ctx.saved_tensors
         grad = grad.contiguous()
         (tokens, heads, _), top_k = query.shape, chosen.shape[1]
-        delta = (grad.float() * out.float()).sum(-1)
-        grad_query = torch.empty_like(query)
+        delta, grad_query = torch.empty_like(lse), torch.empty_like(query)
         grad_key = torch.zeros_like(key, dtype=torch.float32)
-        sizes = _sizes(query, ctx.rank)
-        grid = (triton.cdiv(heads, sizes["HEADS"]), tokens)
-        _attend_backward[grid](
-            query, key, chosen, grad, lse, delta, grad_query, grad_key,
-            ctx.scale, top_k, heads, **sizes, **_BACKWARD,
+        numbers = ctx.scale, top_k, heads
+        sizes = _sizes(query, ctx.rank, _HEADS)
+        _query_gradient[(tokens * triton.cdiv(heads, sizes["HEADS"]),)](
+            query, key, chosen, last, out, lse, grad, delta, grad_query, *numbers,
+            **sizes, **_QUERY_GRADIENT,
+        )  # fmt: skip
+        sizes = _sizes(query, ctx.rank, _LOOPED)
+        _key_gradient[(tokens * triton.cdiv(top_k, _KEY_GRADIENT["KEYS"]),)](
+            query, key, chosen, last, lse, grad, delta, grad_key, *numbers,
+            **sizes, **_KEY_GRADIENT,
         )  # fmt: skip
         return grad_query, grad_key.to(key.dtype), None, None, None
 
@@ -235,8 +290,8 @@ def mean_shares(
     query, key, chosen = query.contiguous(), key.contiguous(), chosen.contiguous()
     (tokens, heads, _), top_k = query.shape, chosen.shape[1]
     out = torch.empty(tokens, top_k, dtype=torch.float32, device=query.device)
-    sizes = _sizes(query, rank, 32)
-    grid = (triton.cdiv(top_k, _SHARES["KEYS"]), tokens)
+    sizes = _sizes(query, rank, _LOOPED)
+    grid = (tokens * triton.cdiv(top_k, _SHARES["KEYS"]),)
     _mean_shares[grid](query, key, chosen, lse, out, scale, top_k, heads, **sizes, **_SHARES)
     return out
 

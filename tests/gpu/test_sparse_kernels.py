@@ -11,7 +11,7 @@ from tests.gpu.marks import GPU
 
 pytestmark = GPU
 
-HEADS, RANK, ROPE, TOP_K = 24, 128, 64, 48
+HEADS, RANK, ROPE, TOP_K = 72, 512, 64, 48
 ROWS, LENGTH = 2, 150
 
 
