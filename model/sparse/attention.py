@@ -251,7 +251,7 @@ def _attend(
             return x[rows].unflatten(0, (count, -1))
 
         queries, keys = [block(x, own) for x in per_query], [block(x, seen) for x in per_key]
-        fused = not sparse.dense and _has_kernels(query, run.rank)
+        fused = not sparse.dense and _has_kernels(query, index[0], run.rank)
         size = sparse.chunk or _chunk_size(
             queries[0], queries[1], seen.stop - seen.start, top_k, fused
         )
@@ -265,8 +265,9 @@ def _attend(
             else:
                 replayed = [] if recorded is None else [block(recorded, own)]
                 chosen, overlap = _select_in_chunks(
-                    queries[1], queries[2], keys[1], top_k, size, first=first, recorded=replayed
-                )
+                    queries[1], queries[2], keys[1], top_k, size,
+                    first=first, recorded=replayed, fused=fused,
+                )  # fmt: skip
             if fused:
                 parts = _attend_fused(run, queries, keys, chosen)
             else:
@@ -287,11 +288,10 @@ def _attend(
     return mixed
 
 
-def _has_kernels(query: Tensor, rank: int) -> bool:
-    """Return whether `keel.model.sparse.kernels` supports queries [..., d] whose first `rank`
-    elements are the latent part. The kernels need the shared memory of an H100. PyTorch processes
-    others, such as those on a CPU."""
-    sizes = {rank, query.shape[-1] - rank} - {0}
+def _has_kernels(query: Tensor, index_q: Tensor, rank: int) -> bool:
+    """Return whether `keel.model.sparse.kernels` supports queries [..., r + rope] and queries of
+    the indexer [..., d]. It needs half precision and the shared memory of an H100."""
+    sizes = (rank, query.shape[-1] - rank, index_q.shape[-1])
     fits = all(size >= 16 and size & (size - 1) == 0 for size in sizes)
     if not (fits and query.is_cuda and query.dtype.itemsize == 2):
         return False
@@ -410,6 +410,7 @@ def _select_in_chunks(
     *,
     first: int = 0,
     recorded: Sequence[Tensor] = (),
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Select keys for all queries, chunk by chunk. Returns their positions [B, L, k] int32, and the
     share [B, L] of an engine's selection that the indexer also selects, or −1 without one. See
@@ -419,7 +420,7 @@ def _select_in_chunks(
 
     def chunk(first: int, query: Tensor, weight: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
         *bitmaps, key = others
-        if _has_kernels(query, query.shape[-1]):
+        if fused:
             from keel.model.sparse import kernels  # noqa: PLC0415
 
             scores = kernels.index_scores(first, query, weight, key)

@@ -25,9 +25,9 @@ _HEADS = 64
 _LOOPED = 32
 """Number of heads that a program of the other kernels processes at a time."""
 _FORWARD = {"KEYS": 64, "num_warps": 8, "num_stages": 2}
-_QUERY_GRADIENT = {"KEYS": 32, "num_warps": 8, "num_stages": 2}
+_QUERY_GRADIENT = {"KEYS": 32, "num_warps": 8, "num_stages": 1}
 _KEY_GRADIENT = {"KEYS": 64, "num_warps": 8, "num_stages": 2}
-_SHARES = {"KEYS": 64, "num_warps": 4, "num_stages": 2}
+_SHARES = {"KEYS": 128, "num_warps": 8, "num_stages": 2}
 _INDEX = {"KEYS": 64, "num_warps": 4}
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.model.sparse import attention
-from keel.model.sparse.attention import ChunkAttention, _attend_fused
+from keel.model.sparse.attention import ChunkAttention, _attend_fused, _has_kernels
 from keel.model.sparse.indexer import NONE, index_scores
 from tests.gpu.marks import GPU
 
@@ -35,16 +34,13 @@ def results(dtype: torch.dtype, *, fused: bool) -> list[Tensor]:
     """Return the outputs, the loss and all gradients."""
     queries, keys, chosen = inputs()
     leaves = [x.to(dtype) for x in (*queries, *keys)]
-    leaves[2] = leaves[2].float()  # the weights
-    queries, keys = (
-        [x.requires_grad_() for x in leaves[:3]],
-        [x.requires_grad_() for x in leaves[3:]],
-    )
+    leaves[2] = leaves[2].float()
+    query, index_q, weight, key, index_k = (x.requires_grad_() for x in leaves)
     run = ChunkAttention(0.07, RANK, TOP_K, loss=True)
     if fused:
-        mixed, lost, _ = _attend_fused(run, leaves[:3], leaves[3:], chosen)
+        mixed, lost, _ = _attend_fused(run, (query, index_q, weight), (key, index_k), chosen)
     else:
-        mixed, lost, _ = run.chosen(0, *leaves[:3], chosen, leaves[3], leaves[4])
+        mixed, lost, _ = run.chosen(0, query, index_q, weight, chosen, key, index_k)
     slope = torch.linspace(-3, 3, mixed.numel(), device="cuda").sin().view_as(mixed)
     loss = (mixed.float() * slope).sum() + lost.sum()
     found = mixed, lost, *torch.autograd.grad(loss, leaves)
@@ -52,7 +48,7 @@ def results(dtype: torch.dtype, *, fused: bool) -> list[Tensor]:
 
 
 def test_attention_and_gradients() -> None:
-    assert attention._has_kernels(inputs()[0][0], RANK)
+    assert _has_kernels(*inputs()[0][:2], RANK)
     exact = results(torch.float32, fused=False)
     plain, fused = (results(torch.bfloat16, fused=way) for way in (False, True))
     for right, ours, theirs in zip(exact, fused, plain, strict=True):
@@ -67,7 +63,6 @@ def test_index_scores(first: int) -> None:
     (_, query, weight), (_, key), _ = inputs()
     query, weight = query[:, first:], weight[:, first:]
     ours, theirs = kernels.index_scores(first, query, weight, key), index_scores(query, weight, key)
-    seen = (
-        torch.arange(LENGTH, device="cuda") <= torch.arange(first, LENGTH, device="cuda")[:, None]
-    )
+    position = torch.arange(LENGTH, device="cuda")
+    seen = position <= position[first:, None]
     torch.testing.assert_close(ours.where(seen, 0), theirs.where(seen, 0), rtol=1e-5, atol=1e-4)
