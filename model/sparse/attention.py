@@ -2,8 +2,9 @@
 
 This implements Eq. 1 and 2 of DeepSeek-V3.2 (2025). Multi-head latent attention is computed in its
 MQA form, in which all query heads attend to one latent vector per token, so each selected key is
-read once for all heads. Queries are processed in chunks, so no tensor of queries × keys is ever
-created.
+read once for all heads. Scores are computed for a chunk of queries at a time, so no tensor of
+queries × keys is ever created. On Hopper GPUs, Triton kernels attend to the selected keys
+(`keel.model.sparse.kernels`); elsewhere PyTorch does, also in chunks.
 
 With sequence parallelism, each rank attends with the queries of its own tokens, and gathers the
 keys of the whole row. The keys of a token have 704 elements in DeepSeek-V3.2 (latent, rope and
@@ -55,8 +56,11 @@ _SUPPORTED = "DeepseekV32Attention"
 """The only supported attention class of transformers."""
 _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
 """Maximum size of the largest tensor of a chunk, in bytes."""
-_SHARED_BYTES = 227 * 1024
-"""Shared memory that a program of the kernels may need."""
+_SELECT_BYTES = 25
+"""Bytes per score while keys are selected."""
+_HOPPER = 9
+"""Compute capability of the GPUs on which the kernels were tested. Others compile them to programs
+that need more shared memory than there is."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -230,52 +234,23 @@ def _attend(
     sparse: SparsePass,
 ) -> Tensor:
     """Compute attention in latent space: query [N, H, r + rope], key [N, r + rope] → [N, H, r]."""
-    top_k, group, keys = layer.indexer.index_topk, segments.group, [key, index[2]]
+    group, keys = segments.group, [key, index[2]]
     if group is None:
         rows = _rows_of(segments)
     else:
         start = len(query) * dist.get_rank(group)
         rows = _rows_of_shard(segments.lengths, start, start + len(query), query.device)
         keys = gather_tokens(torch.cat(keys, 1), group).split([x.shape[1] for x in keys], 1)
-    per_query = [x.index_select(0, rows.queries) for x in (query, *index[:2])]
-    per_key = [x.index_select(0, rows.keys) for x in keys]
     recorded = None
     if sparse.recorded_LNb is not None and not sparse.dense:
         recorded = sparse.recorded_LNb[layer.layer_idx].to(query.device)
         recorded = recorded.index_select(0, rows.queries)
-    run = ChunkAttention(layer.scaling, layer.kv_lora_rank, top_k, sparse.loss)
-    outputs: list[tuple[Tensor, ...]] = []
-    for (count, first, longest), own, seen in rows.slices():
-
-        def block(x: Tensor, rows: slice, count: int = count) -> Tensor:
-            return x[rows].unflatten(0, (count, -1))
-
-        queries, keys = [block(x, own) for x in per_query], [block(x, seen) for x in per_key]
-        fused = not sparse.dense and _has_kernels(query, index[0], run.rank)
-        size = sparse.chunk or _chunk_size(
-            queries[0], queries[1], seen.stop - seen.start, top_k, fused
-        )
-        everything = first + longest <= top_k and recorded is None
-        if sparse.dense or (everything and not fused):
-            parts = _apply_in_chunks(run.dense, queries, keys, size=size, first=first)
-            overlap = torch.full_like(parts[1], -1)
-        else:
-            if everything:
-                chosen, overlap = _select_all(first, queries[0])
-            else:
-                replayed = [] if recorded is None else [block(recorded, own)]
-                chosen, overlap = _select_in_chunks(
-                    queries[1], queries[2], keys[1], top_k, size,
-                    first=first, recorded=replayed, fused=fused,
-                )  # fmt: skip
-            if fused:
-                parts = _attend_fused(run, queries, keys, chosen)
-            else:
-                inputs = [*queries, chosen]
-                parts = _apply_in_chunks(run.chosen, inputs, keys, size=size, first=first)
-        outputs.append(tuple(part.flatten(0, 1) for part in (*parts, overlap)))
-    mixed, lost, topk_attention, overlap = (
-        torch.cat(x).index_select(0, rows.back) for x in zip(*outputs, strict=True)
+    rank = layer.kv_lora_rank
+    run = ChunkAttention(layer.scaling, rank, layer.indexer.index_topk, sparse.loss)
+    fused = not sparse.dense and _has_kernels(query, index[0], rank)
+    attend = _attend_with_kernels if fused else _attend_in_chunks
+    mixed, lost, topk_attention, overlap = attend(
+        run, (query, *index[:2]), keys, rows, recorded, sparse
     )
     if sparse.loss:
         lost = lost.sum()  # tokens that pad a shard are all equal, so their divergence is 0
@@ -288,39 +263,100 @@ def _attend(
     return mixed
 
 
-def _has_kernels(query: Tensor, index_q: Tensor, rank: int) -> bool:
-    """Return whether `keel.model.sparse.kernels` supports queries [..., r + rope] and queries of
-    the indexer [..., d]. It needs half precision and the shared memory of an H100."""
-    sizes = (rank, query.shape[-1] - rank, index_q.shape[-1])
-    fits = all(size >= 16 and size & (size - 1) == 0 for size in sizes)
-    if not (fits and query.is_cuda and query.dtype.itemsize == 2):
-        return False
-    properties = torch.cuda.get_device_properties(query.device)
-    return properties.shared_memory_per_block_optin >= _SHARED_BYTES
-
-
-def _attend_fused(
+def _attend_in_chunks(
     run: "ChunkAttention",
     queries: Sequence[Tensor],
     keys: Sequence[Tensor],
-    chosen: Tensor,
+    rows: _Rows,
+    recorded: Tensor | None,
+    sparse: SparsePass,
 ) -> tuple[Tensor, ...]:
-    """Compute the same as `ChunkAttention.chosen` for all queries, with Triton kernels."""
+    """Attend in PyTorch, block by block. The queries (main, index, weights) are this rank's tokens,
+    and the keys (main, index) are all ranks' tokens; `recorded` has the order of `rows.queries`.
+    Returns the results of `ChunkAttention` and the overlap of `SparsePass`, for each token."""
+    per_query = [x.index_select(0, rows.queries) for x in queries]
+    per_key = [x.index_select(0, rows.keys) for x in keys]
+    outputs: list[tuple[Tensor, ...]] = []
+    for (count, first, longest), own, seen in rows.slices():
+        own_queries = [_block(x, own, count) for x in per_query]
+        seen_keys = [_block(x, seen, count) for x in per_key]
+        length = seen.stop - seen.start
+        size = sparse.chunk or _chunk_size(own_queries[0], own_queries[1], length, run.top_k)
+        if sparse.dense or (first + longest <= run.top_k and recorded is None):
+            parts = _apply_in_chunks(run.dense, own_queries, seen_keys, size=size, first=first)
+            overlap = torch.full_like(parts[1], -1)
+        else:
+            replayed = [] if recorded is None else [_block(recorded, own, count)]
+            _, index_q, weight = own_queries
+            chosen, overlap = _select_in_chunks(
+                index_q, weight, seen_keys[1], run.top_k, size, first=first, recorded=replayed
+            )
+            inputs = [*own_queries, chosen]
+            parts = _apply_in_chunks(run.chosen, inputs, seen_keys, size=size, first=first)
+        outputs.append(tuple(part.flatten(0, 1) for part in (*parts, overlap)))
+    return tuple(torch.cat(x).index_select(0, rows.back) for x in zip(*outputs, strict=True))
+
+
+def _attend_with_kernels(
+    run: "ChunkAttention",
+    queries: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    rows: _Rows,
+    recorded: Tensor | None,
+    sparse: SparsePass,
+) -> tuple[Tensor, ...]:
+    """Do the same as `_attend_in_chunks` with Triton kernels, without padding. Keys are selected
+    block by block, and all tokens attend at once."""
     from keel.model.sparse import kernels  # noqa: PLC0415
 
     (query, index_q, weight), (key, index_k) = queries, keys
-    starts = key.shape[1] * torch.arange(len(key), dtype=torch.int32, device=key.device)
-    rows = chosen.where(chosen == NONE, chosen + starts[:, None, None]).flatten(0, 1)
-    inputs = query.flatten(0, 1), key.flatten(0, 1), rows
-    mixed, lse = kernels.sparse_attention(*inputs, run.scaling, run.rank)
-    mixed = mixed.unflatten(0, query.shape[:2])
-    lost, topk_attention = run.not_computed(mixed)
+    with torch.no_grad():
+        own_q, own_weight = (x.index_select(0, rows.queries) for x in (index_q, weight))
+        seen_k = index_k.index_select(0, rows.keys)
+        width = min(run.top_k, max(first + longest for _, first, longest in rows.blocks))
+        parts: list[tuple[Tensor, Tensor]] = []
+        for (count, first, longest), own, seen in rows.slices():
+            block_q = _block(own_q, own, count)
+            if first + longest <= run.top_k and recorded is None:
+                chosen, overlap = _select_all(first, block_q)
+            else:
+                replayed = [] if recorded is None else [_block(recorded, own, count)]
+                size = sparse.chunk or max(
+                    1, _CHUNK_BYTES["cuda"] // (_SELECT_BYTES * (seen.stop - seen.start))
+                )
+                chosen, overlap = _select_in_chunks(
+                    block_q, _block(own_weight, own, count), _block(seen_k, seen, count),
+                    run.top_k, size, first=first, recorded=replayed, score=kernels.index_scores,
+                )  # fmt: skip
+            token = _block(rows.keys, seen, count).int()[:, None].expand(-1, longest, -1)
+            token = token.gather(2, chosen.clamp(min=0).long()).where(chosen != NONE, NONE)
+            token = nn.functional.pad(token, (0, width - token.shape[-1]), value=NONE)
+            parts.append((token.flatten(0, 1), overlap.flatten()))
+        chosen, overlap = (
+            torch.cat(x).index_select(0, rows.back) for x in zip(*parts, strict=True)
+        )
+    mixed, lse = kernels.sparse_attention(query, key, chosen, run.scaling, run.rank)
+    lost = torch.zeros_like(overlap)
     if run.loss:
-        target = kernels.mean_shares(*inputs, lse, run.scaling, run.rank)
-        index_q, weight, index_k = (x.flatten(0, 1) for x in (index_q, weight, index_k))
-        scores = kernels.selected_scores(index_q, weight, index_k, rows)
-        lost = kl_divergence(target, scores, rows != NONE).unflatten(0, query.shape[:2])
-    return mixed, lost, topk_attention
+        target = kernels.mean_shares(query, key, chosen, lse, run.scaling, run.rank)
+        scores = kernels.selected_scores(index_q, weight, index_k, chosen)
+        lost = kl_divergence(target, scores, chosen != NONE)
+    return mixed, lost, torch.full_like(overlap, -1), overlap
+
+
+def _block(x: Tensor, rows: slice, count: int) -> Tensor:
+    """Return rows of x [R, …] as [count, rows / count, …]."""
+    return x[rows].unflatten(0, (count, -1))
+
+
+def _has_kernels(query: Tensor, index_q: Tensor, rank: int) -> bool:
+    """Return whether `keel.model.sparse.kernels` supports queries [N, H, r + rope] and queries of
+    the indexer [N, J, d]: in half precision, on Hopper GPUs, up to the sizes of DeepSeek-V3.2."""
+    if not query.is_cuda or query.dtype.itemsize != 2:
+        return False
+    sizes = ((rank, 512), (query.shape[-1] - rank, 64), (index_q.shape[-1], 128))
+    fits = all(16 <= size <= most and size & (size - 1) == 0 for size, most in sizes)
+    return fits and torch.cuda.get_device_capability(query.device)[0] == _HOPPER
 
 
 def _sum_and_count(shares: Tensor) -> Tensor:
@@ -354,7 +390,7 @@ class ChunkAttention:
         seen = causal_mask(first, logits[:, :, 0])
         shares = logits.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
         mixed = torch.einsum("bchs,bsr->bchr", shares.to(key.dtype), key[..., : self.rank])
-        lost, topk_attention = self.not_computed(mixed)
+        lost, topk_attention = self._not_computed(mixed)
         if self.loss:
             target = shares.detach().mean(2)
             scores = index_scores(index_q, weight, index_k)
@@ -380,19 +416,20 @@ class ChunkAttention:
         logits = matmul_own_keys(query, keys) * self.scaling  # [B, c, H, k]
         shares = logits.masked_fill(~known[:, :, None], -torch.inf).softmax(-1)
         mixed = shares.to(key.dtype) @ keys[..., : self.rank]
-        lost, topk_attention = self.not_computed(mixed)
+        lost, topk_attention = self._not_computed(mixed)
         if self.loss:
             scores = selected_scores(index_q, weight, gather_keys(index_k, chosen))
             lost = kl_divergence(shares.mean(2), scores, known)
         return mixed, lost, topk_attention
 
-    def not_computed(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
+    def _not_computed(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
         nothing = mixed.new_zeros(mixed.shape[:2], dtype=torch.float32)
         return nothing, nothing - 1
 
 
 def _select_all(first: int, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Select all earlier keys for queries [B, L, …]. Returns the same as `_select_in_chunks`."""
+    """Select all keys up to each query's own position, for queries [B, L, …]. Returns the positions
+    [B, L, first + L], padded with `NONE`, and no overlap, as `_select_in_chunks` does."""
     (rows, count), device = query.shape[:2], query.device
     own = torch.arange(first, first + count, dtype=torch.int32, device=device)
     earlier = torch.arange(first + count, dtype=torch.int32, device=device)
@@ -410,22 +447,17 @@ def _select_in_chunks(
     *,
     first: int = 0,
     recorded: Sequence[Tensor] = (),
-    fused: bool = False,
+    score: "_Score | None" = None,
 ) -> tuple[Tensor, Tensor]:
     """Select keys for all queries, chunk by chunk. Returns their positions [B, L, k] int32, and the
     share [B, L] of an engine's selection that the indexer also selects, or −1 without one. See
     `_apply_in_chunks` for `first`. `recorded` is either empty or a list with one element, the
     bitmaps [B, L, b] that an engine recorded. These replace the indexer's selection wherever they
-    are nonzero."""
+    are nonzero. `score` replaces `index_scores`."""
 
     def chunk(first: int, query: Tensor, weight: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
         *bitmaps, key = others
-        if fused:
-            from keel.model.sparse import kernels  # noqa: PLC0415
-
-            scores = kernels.index_scores(first, query, weight, key)
-        else:
-            scores = index_scores(query, weight, key)
+        scores = score(first, query, weight, key) if score else index_scores(query, weight, key)
         chosen = select_top_keys(first, scores, top_k)
         overlap = scores.new_full(chosen.shape[:2], -1)
         for bitmap in bitmaps:
@@ -449,14 +481,12 @@ def _unpack_bits(bitmap: Tensor, count: int) -> Tensor:
     return nn.functional.pad(bits[..., :count], (0, max(0, count - bits.shape[-1])))
 
 
-def _chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int, fused: bool) -> int:
-    """Return how many queries to process at once so that their largest tensor takes up at most
-    `_CHUNK_BYTES`. `keys` is the total number of keys across all rows. With `fused` kernels, that
-    tensor is the order of all keys."""
+def _chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int) -> int:
+    """Return how many queries to process at once so that their largest float32 tensor takes up at
+    most `_CHUNK_BYTES`. `keys` is the total number of keys across all rows."""
     rows, width = len(query), query.shape[-1]
     heads = max(query.shape[2], index_q.shape[2])
     largest = 4 * max(heads * keys, rows * min(top_k, keys) * max(width, heads))
-    largest = 8 * keys if fused else largest
     return max(1, _CHUNK_BYTES["cuda" if query.is_cuda else "cpu"] // largest)
 
 
@@ -475,6 +505,8 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos[:, None] + torch.cat([-two, one], -1) * sin[:, None]
 
 
+_Score = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Computes index scores as `keel.model.sparse.kernels.index_scores` does."""
 _ChunkFunction = Callable[..., tuple[Tensor, ...]]
 """Computes one chunk: (position of the first query, per-query tensors [B, c, …] …, per-key tensors
 [B, s, …] …) → outputs [B, c, …] …. The keys are those up to the last query's position."""

@@ -2,7 +2,9 @@
 
 Tensors: query [N, H, r + e] and keys [S, r + e] with the latent part of size r first, which is also
 the value; `chosen` [N, k] int32 holds the row of each selected key, or -1. Logits, softmax and sums
-are float32; products have the inputs' precision, as in PyTorch.
+are float32; products have the inputs' precision, as in PyTorch. A program processes one query and a
+part of its heads or of its selected keys. Gradients of keys are summed by atomic additions, so
+their last bits differ between runs, as with `index_add_`.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
@@ -51,14 +53,14 @@ def _index_scores(
             tile = tl.load(q_rows, mask=live_q[:, None], other=0)
             share = tl.load(weight + at + head, mask=live_q, other=0)
             each = tl.dot(tile, key_tile, input_precision="ieee")
-            total += share[:, None] * tl.maximum(each, 0.0)
+            total += share[:, None] * tl.maximum(each, 0.0, propagate_nan=tl.PropagateNan.ALL)
     place = out + (row * queries + q)[:, None] * keys + k[None, :]
     tl.store(place, total, mask=live_q[:, None] & live_k[None, :])
 
 
 def index_scores(first: int, query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
     """Compute the index scores (Eq. 1): query [B, c, J, d], weight [B, c, J] float32, key [B, s, d]
-    → [B, c, s] float32. Tiles of keys that no query may see are 0. `first` is the position of the
+    → [B, c, s] float32. Scores of keys after a query are arbitrary. `first` is the position of the
     first query."""
     (rows, queries, heads, size), keys = query.shape, key.shape[1]
     out = torch.empty(rows, queries, keys, dtype=torch.float32, device=query.device)
@@ -128,16 +130,17 @@ def _load_pair(
     RANK: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Load latent queries and output gradients as one tile, because separate products need more
-    registers than there are. Also returns the rotary queries and the heads' denominators."""
+    registers than there are. Also returns the rotary queries and the logarithms of the softmax's
+    denominators."""
     head, pair = first + tl.arange(0, HEADS), first + tl.arange(0, 2 * HEADS) % HEADS
     live, at, row = head < heads, token * heads + head, token * heads + pair
     turned = query + at[:, None] * (RANK + ROPE) + RANK + tl.arange(0, ROPE)[None, :]
     turned = tl.load(turned, mask=live[:, None], other=0)
-    norm = tl.load(lse + at, mask=live, other=float("inf"))
+    log_sum = tl.load(lse + at, mask=live, other=float("inf"))
     is_query = tl.arange(0, 2 * HEADS) < HEADS
     start = tl.where(is_query, query + row * (RANK + ROPE), grad + row * RANK)
     tile = start[:, None] + tl.arange(0, RANK)[None, :]
-    return tl.load(tile, mask=(pair < heads)[:, None], other=0), turned, norm
+    return tl.load(tile, mask=(pair < heads)[:, None], other=0), turned, log_sum
 
 
 @triton.jit
@@ -153,7 +156,7 @@ def _query_gradient(
     upstream = tl.load(grad + at[:, None] * RANK + r[None, :], mask=live[:, None], other=0)
     mean = tl.sum(value.to(tl.float32) * upstream.to(tl.float32), 1)
     tl.store(delta + at, mean, live)
-    pair, q_turned, norm = _load_pair(query, grad, lse, token, first, heads, RANK, ROPE, HEADS)
+    pair, q_turned, log_sum = _load_pair(query, grad, lse, token, first, heads, RANK, ROPE, HEADS)
     latents = tl.zeros([HEADS, RANK], tl.float32)
     turns = tl.zeros([HEADS, ROPE], tl.float32)
     for start in range(0, tl.load(last + token), KEYS):
@@ -162,7 +165,7 @@ def _query_gradient(
         each = tl.dot(pair, tl.trans(latent), input_precision="ieee")
         logits, slope = tl.split(tl.permute(tl.reshape(each, [2, HEADS, KEYS]), (1, 2, 0)))
         logits += tl.dot(q_turned, tl.trans(turned), input_precision="ieee")
-        shares = tl.where((row >= 0)[None, :], tl.exp(logits * scale - norm[:, None]), 0.0)
+        shares = tl.where((row >= 0)[None, :], tl.exp(logits * scale - log_sum[:, None]), 0.0)
         slope = (shares * (slope - mean[:, None]) * scale).to(latent.dtype)
         latents = tl.dot(slope, latent, latents, input_precision="ieee")
         turns = tl.dot(slope, turned, turns, input_precision="ieee")
@@ -185,13 +188,15 @@ def _key_gradient(
     latents = tl.zeros([KEYS, RANK], tl.float32)
     turns = tl.zeros([KEYS, ROPE], tl.float32)
     for first in range(0, heads, HEADS):
-        pair, q_turned, norm = _load_pair(query, grad, lse, token, first, heads, RANK, ROPE, HEADS)
+        pair, q_turned, log_sum = _load_pair(
+            query, grad, lse, token, first, heads, RANK, ROPE, HEADS
+        )
         head = first + tl.arange(0, HEADS)
         mean = tl.load(delta + token * heads + head, mask=head < heads, other=0)
         each = tl.dot(latent, tl.trans(pair), input_precision="ieee")
         logits, slope = tl.split(tl.permute(tl.reshape(each, [KEYS, 2, HEADS]), (0, 2, 1)))
         logits += tl.dot(turned, tl.trans(q_turned), input_precision="ieee")
-        shares = tl.exp(logits * scale - norm[None, :])
+        shares = tl.exp(logits * scale - log_sum[None, :])
         slope = (shares * (slope - mean[None, :]) * scale).to(latent.dtype)
         each = tl.permute(tl.join(slope, shares.to(latent.dtype)), (0, 2, 1))
         each = tl.reshape(each, [KEYS, 2 * HEADS])
@@ -221,8 +226,8 @@ def _mean_shares(
         q_turned = tl.load(own + RANK + e[None, :], mask=live[:, None], other=0)
         logits = tl.dot(latent, tl.trans(q_latent), input_precision="ieee")
         logits = tl.dot(turned, tl.trans(q_turned), logits, input_precision="ieee")
-        norm = tl.load(lse + at, mask=live, other=float("inf"))
-        total += tl.sum(tl.exp(logits * scale - norm[None, :]), 1)
+        log_sum = tl.load(lse + at, mask=live, other=float("inf"))
+        total += tl.sum(tl.exp(logits * scale - log_sum[None, :]), 1)
     total = tl.where(row >= 0, total / heads, 0.0)
     tl.store(out + token * top_k + place, total, mask=place < top_k)
 
@@ -322,7 +327,8 @@ def _selected_scores(
         tile, share, keys, _ = _load_index(
             query, weight, key, chosen, at, top_k, heads, SIZE, HEADS
         )
-        each = tl.maximum(tl.dot(tile, tl.trans(keys), input_precision="ieee"), 0.0)
+        each = tl.dot(tile, tl.trans(keys), input_precision="ieee")
+        each = tl.maximum(each, 0.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(out + token * top_k + at, tl.sum(share[:, None] * each, 0), at < top_k)
 
 
@@ -342,8 +348,9 @@ def _selected_scores_backward(
         )
         slope = tl.load(grad + token * top_k + at, mask=row >= 0, other=0)
         each = tl.dot(tile, tl.trans(keys), input_precision="ieee")
-        dw += tl.sum(tl.maximum(each, 0.0) * slope[None, :], 1)
-        slopes = tl.where(each > 0, share[:, None] * slope[None, :], 0.0).to(keys.dtype)
+        active = tl.maximum(each, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        dw += tl.sum(active * slope[None, :], 1)
+        slopes = tl.where(each <= 0, 0.0, share[:, None] * slope[None, :]).to(keys.dtype)
         dq += tl.dot(slopes, keys, input_precision="ieee")
         dk = tl.dot(tl.trans(slopes), tile, input_precision="ieee")
         into = grad_key + row.to(tl.int64)[:, None] * SIZE + d[None, :]

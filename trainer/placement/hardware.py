@@ -39,6 +39,7 @@ class GpuSpec:
     fast."""
     node_gpus: int = 8
     flash4: bool = True  # True if FlashAttention-4 supports the GPU (Hopper and Blackwell)
+    sparse_kernels: bool = True  # True on Hopper (keel.model.sparse.kernels)
 
     def between(self, gpus: int) -> float:
         """Return the bandwidth between `gpus` GPUs, which can span several nodes."""
@@ -52,6 +53,7 @@ class GpuSpec:
 
 _FLASH4 = re.compile(r"\bG?[BH]\d(?!0\b)|\b[H]20\b")
 """Matches Hopper and Blackwell data-centre GPUs. Desktop Blackwell GPUs need other kernels."""
+_HOPPER = re.compile(r"\bG?H\d")
 _PCIE4, _PCIE5 = 32.0, 64.0
 _SPECS: tuple[tuple[str, float, float, float], ...] = (
     ("GB300|GB200", 2500, 8.0, 900),
@@ -88,7 +90,7 @@ def _spec_of(name: str) -> GpuSpec:
     default = GpuSpec()
     if not name:
         return default
-    flash4 = bool(_FLASH4.search(name))
+    flash4, hopper = bool(_FLASH4.search(name)), bool(_HOPPER.search(name))
     for pattern, tflops, terabytes, link in _SPECS:
         if part := re.search(rf"\b({pattern})\b", name):
             pcie5 = flash4 or link == _PCIE5
@@ -99,8 +101,10 @@ def _spec_of(name: str) -> GpuSpec:
                 link_bytes=1e9 * link,
                 host_bytes=default.host_bytes / (1 if pcie5 else 2),
                 flash4=flash4,
+                sparse_kernels=hopper,
             )
-    return replace(default, name=f"{default.name} (Keel has no rates of {name})", flash4=flash4)
+    unknown = f"{default.name} (Keel has no rates of {name})"
+    return replace(default, name=unknown, flash4=flash4, sparse_kernels=hopper)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,10 +50,11 @@ _KEPT_ID_BYTES, _MEAN_KEPT = 60, 8
 mean number of kept ids per token."""
 _HEAD_CHUNK_BYTES = 2048 * 4 * 1.2  # per vocabulary id, for a chunk of untruncated tokens
 _LINEAR_WIDTHS = 6  # kept by a layer of linear attention, in units of `linear_width` (assumed)
-_SPARSE_KEPT, _SPARSE_WHOLE = 2.75, 5.25
+_SPARSE_KEPT, _SPARSE_WHOLE = 2.9, 5.8
 """Elements that sparse attention keeps for its backward pass, and elements that it holds during
-that pass, per token, head and latent entry. Measured on a CPU with 64 to 144 latent entries. In its
-MQA form, queries and outputs are as wide as the latents."""
+that pass, per token, head and latent entry. Measured on a CPU with 64 to 144 latent entries, with
+the kernels of Hopper GPUs under Triton's interpreter. In the MQA form, queries and outputs are as
+wide as the latents."""
 _GATHERED_WHOLE = 5.0
 """Elements that the backward pass holds per element of gathered keys: the keys, and their gradients
 in float32 and twice in the compute dtype (counted in the code, not measured)."""

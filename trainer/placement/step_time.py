@@ -40,8 +40,11 @@ class Rates:
     # `sparse_context` adds `sparse_token_s`. `dense_s` and `dense_token_s` apply if every earlier
     # token is read (`trainer.attention`). Each is a third of the forward and backward time measured
     # with the heads of DeepSeek-V3.2 and a learning indexer (docs/sparse-attention.md).
-    sparse_s: float = 6.5e-6
+    # The slow rates are those of PyTorch on GPUs without kernels.
+    sparse_s: float = 6.1e-6
     sparse_token_s: float = 0.024e-9
+    slow_sparse_s: float = 23e-6
+    slow_sparse_token_s: float = 0.95e-9
     sparse_context: int = 16_384
     sparse_heads: int = 128
     dense_s: float = 7.6e-6
@@ -101,13 +104,15 @@ class Rates:
 
     def sparse_attention_seconds(self, config: Config, facts: ModelFacts, spec: GpuSpec) -> float:
         """Return the seconds of a layer's sparse attention per token and pass."""
-        context = config.max_context
-        if config.trainer.attention == "sparse":
-            seconds = self.sparse_s + self.sparse_token_s * max(0, context - self.sparse_context)
+        context, slower = config.max_context, GpuSpec().memory_bytes / spec.memory_bytes
+        beyond = max(0, context - self.sparse_context)
+        if config.trainer.attention != "sparse":
+            seconds = self.dense_s + self.dense_token_s * context
+        elif spec.sparse_kernels:
+            seconds = self.sparse_s + self.sparse_token_s * beyond
             slower = GpuSpec().flops / spec.flops
         else:
-            seconds = self.dense_s + self.dense_token_s * context
-            slower = GpuSpec().memory_bytes / spec.memory_bytes
+            seconds = self.slow_sparse_s + self.slow_sparse_token_s * beyond
         return seconds * slower * facts.attention_heads / self.sparse_heads
 
     def launch_seconds(self, config: Config, facts: ModelFacts, micro_batches: int) -> float:

@@ -227,7 +227,7 @@ def chosen_v32(nodes: int, *overrides: str) -> Choice:
 
 @pytest.mark.parametrize(
     ("nodes", "engines", "ranks", "minutes"),
-    [(16, 4, 64, 37.2), (32, 8, 128, 20.5), (64, 16, 256, 9.7)],
+    [(16, 5, 48, 25.4), (32, 8, 128, 15.4), (64, 16, 256, 7.5)],
 )
 def test_deepseek_v32_fits_as_documented(
     nodes: int, engines: int, ranks: int, minutes: float

@@ -276,18 +276,23 @@ def test_recorded_selections_take_memory_on_engines_ranks_and_hosts() -> None:
         check_trainer_fits(config, rank, gpu_gib, shared=True, selections=1.1 * GIB)
 
 
-@pytest.mark.parametrize(("context", "measured"), [(16_384, 19.4), (65_536, 24.0), (131_072, 27.6)])
-def test_sparse_attention_takes_its_measured_time(context: int, measured: float) -> None:
+@pytest.mark.parametrize(
+    ("context", "kernels", "measured"),
+    [(16_384, True, 18.4), (65_536, True, 22.7), (131_072, True, 26.2), (16_384, False, 69.4)],
+)
+def test_sparse_attention_takes_its_measured_time(
+    context: int, kernels: bool, measured: float
+) -> None:
     """docs/sparse-attention.md: µs per token of a layer, forward and backward."""
     facts = facts_of(DeepseekV32Config())
     config = recipe(ranks=8, micro_batch_tokens=context)
     sampling = SamplingConfig(max_tokens=context - 1000)
     config = replace(config, rollout=replace(config.rollout, sampling=sampling))
-    spec, rates = GpuSpec(), Rates()
+    spec, rates = GpuSpec(sparse_kernels=kernels), Rates()
     tokens = 64 * context
+    nothing = replace(rates, sparse_s=0.0, sparse_token_s=0.0, slow_sparse_s=0.0)
     timed, untimed = (
-        compute_seconds(config, facts, tokens, 1, spec, each)
-        for each in (rates, replace(rates, sparse_s=0.0, sparse_token_s=0.0))
+        compute_seconds(config, facts, tokens, 1, spec, each) for each in (rates, nothing)
     )
     each_us = (timed - untimed) / (tokens / 8 * 61) * 1e6
     assert each_us == pytest.approx(measured, rel=0.05)
