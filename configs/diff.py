@@ -9,7 +9,8 @@ from keel.configs.schema import Config, ConfigError, ConversationsConfig, Source
 from keel.configs.sections.base import marked_knobs
 
 _STEPPING = tuple(
-    f"trainer.{name}" for name in ("lr", "min_lr", "indexer_lr", "schedule", "warmup_steps")
+    f"trainer.{name}"
+    for name in ("lr", "min_lr", "schedule", "indexer_lr", "indexer_schedule", "warmup_steps")
 )
 """Knobs of the learning rates and their schedule."""
 _RESUMABLE_SECTIONS = ("alarms.", "endpoint.", "eval.", "filter.")

@@ -1,7 +1,7 @@
 """`trainer`: parallelism, optimizer and memory."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 from keel.configs.sections.base import Section, knob
 
@@ -72,7 +72,10 @@ class TrainerConfig(Section, path="trainer"):
     """Weight of the indexer loss (DeepSeek-V3.2, Eq. 3 and 4): summed over layers, averaged over
     the tokens of a step. It trains the indexers only. 0: leave them unchanged."""
     indexer_lr: float = knob(0.0, ge=0, resumable=True)
-    """Peak learning rate of the indexers, with the warmup and schedule of `lr`. 0: `lr`."""
+    """Peak learning rate of the indexers, with the warmup of `lr`. 0: `lr`."""
+    indexer_schedule: Literal["same", "constant", "linear", "cosine"] = knob("same", resumable=True)
+    """Learning rate schedule of the indexers after the warmup. The final rate of linear and cosine
+    is in proportion to `min_lr`. same: `schedule`."""
     attention_kernels: Literal["auto", "torch", "flash4"] = knob("auto", resumable=True)
     """Attention kernels on GPUs. torch: PyTorch's FlashAttention-2. flash4: FlashAttention-4 on
     Hopper and Blackwell (with PyTorch 2.13), up to twice as fast on long contexts; not for latent
@@ -116,9 +119,12 @@ class TrainerConfig(Section, path="trainer"):
     large models on slow storage."""
 
     @property
-    def indexer_scale(self) -> float:
-        """Learning rate of the indexers, relative to that of the other parameters."""
-        return self.indexer_lr / self.lr if self.indexer_lr else 1.0
+    def of_indexers(self) -> Self:
+        """Settings whose learning rate and schedule are those of the indexers."""
+        lr = self.indexer_lr or self.lr
+        min_lr = self.min_lr * lr / self.lr
+        own = self.schedule if self.indexer_schedule == "same" else self.indexer_schedule
+        return replace(self, lr=lr, min_lr=min_lr, schedule=own)
 
     @property
     def keeps_attention(self) -> bool:

@@ -279,13 +279,16 @@ def test_resumed_run_may_change_length_and_rate() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.grad_clip: 1\.0 → 9\.0") as caught:
         check_resumable(old, other, "runs/x")
     assert "run.steps" not in str(caught.value)
-    trainer = replace(old.trainer, lr=5e-7, indexer_lr=1e-6, schedule="cosine")
+    trainer = replace(
+        old.trainer, lr=5e-7, indexer_lr=1e-6, indexer_schedule="linear", schedule="cosine"
+    )
     new = replace(old, trainer=trainer)
     check_resumable(old, new, "runs/x")
     assert learning_rate_changes(old, new) == [
         "trainer.lr 1e-06 → 5e-07",
-        "trainer.indexer_lr 0.0 → 1e-06",
         "trainer.schedule constant → cosine",
+        "trainer.indexer_lr 0.0 → 1e-06",
+        "trainer.indexer_schedule same → linear",
     ]
 
 

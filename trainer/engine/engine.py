@@ -195,9 +195,12 @@ class TrainerEngine:
         becomes true."""
         self.findings, self.token_numbers, self._updated = [], {}, False
         config = self._config
-        lr = zero.learning_rate(self.steps + 1, config.trainer, total_steps=config.run.steps)
+        lr, indexer_lr = (
+            zero.learning_rate(self.steps + 1, trainer, total_steps=config.run.steps)
+            for trainer in (config.trainer, config.trainer.of_indexers)
+        )
         for group in self._adam.param_groups:
-            group["lr"] = lr * self._config.trainer.indexer_scale if group["indexers"] else lr
+            group["lr"] = indexer_lr if group["indexers"] else lr
         steps = [self._optimizer_step(batch) for batch in batches if not self.gave_up]
         metrics = merge_optimizer_steps(steps)
         self.steps += 1
