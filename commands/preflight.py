@@ -84,7 +84,7 @@ def check_resume(config: Config, auto: Collection[str]) -> None:
     folder = config.run.folder
     saved = folder / "config.yaml"
     begun = saved.is_file() and any(folder.glob("checkpoints/step_*"))
-    if not begun or config.run.resume == "never":
+    if not begun or config.run.resume == "never" or not config.data.sources:
         return  # nothing to resume, or refused later
     before = load_config(saved)
     if DTYPE in auto:

@@ -292,7 +292,9 @@ def _read_layers(
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{line}: not valid YAML: {_reason(error)}") from error
+        yaml_file = path.suffix in (".yaml", ".yml")
+        hint = "" if yaml_file else f". `keel new --data {path}` writes a recipe for data"
+        raise ConfigError(f"{path}{line}: not valid YAML: {_reason(error)}{hint}") from error
     except RecursionError as error:
         raise ConfigError(f"{path}: nested too deeply, or an alias that contains itself") from error
     if not isinstance(parsed, dict | None):

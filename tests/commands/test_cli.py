@@ -113,6 +113,8 @@ def test_incompatible_resume_is_refused_early(tmp_path: Path) -> None:
         check_resume(*load_recipe("quickstart", [*quickstart, "algorithm.group_size=4"]))
     other = [f"run.dir={tmp_path / 'new'}", "algorithm.group_size=4"]
     check_resume(*load_recipe("quickstart", other))
+    # Refused later, because it has no prompts.
+    check_resume(*load_recipe("sft-quickstart", [run_dir, "data.sources=[]"]))
 
 
 def test_missing_reward_module_is_named(tmp_path: Path) -> None:

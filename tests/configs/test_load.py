@@ -118,6 +118,11 @@ def test_unrecorded_sampling_is_refused(tmp_path: Path, option: str) -> None:
         assert f"{section}.{option}: changes the distribution" in message
 
 
+def test_data_instead_of_a_recipe(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"prompt": "a"}\n{"prompt": "b"}\n', "words.jsonl")
+    assert f"keel new --data {path}" in refused(path)
+
+
 def test_recipes_inherit(tmp_path: Path) -> None:
     base = write(tmp_path, RECIPE + "trainer: {lr: 1e-4, eps: 1e-7}", "base.yaml")
     (tmp_path / "sub").mkdir()
