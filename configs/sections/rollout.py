@@ -85,8 +85,8 @@ class RolloutConfig(Section, path="rollout"):
     """Speculative decoding: number of tokens per step that an engine on a GPU drafts by looking up
     the last 2 to 4 tokens in the prompt and completion (n-grams). Tokens keep their distribution
     and are recorded as without drafts, but by the native recorder. Drafts help if completions
-    repeat earlier text and temperatures are low. Small models are faster with the packed recorder
-    and no drafts."""
+    repeat earlier text and temperatures are low. A model of 135 M parameters was faster with the
+    packed recorder and no drafts."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Sampling parameters for training. Evaluations use those in `eval`."""
     max_num_seqs: int = knob(128, ge=1, auto=True, resumable=True)

@@ -352,7 +352,7 @@ def _block(x: Tensor, rows: slice, count: int) -> Tensor:
 def _has_kernels(query: Tensor, index_q: Tensor, rank: int) -> bool:
     """Return whether `keel.model.sparse.kernels` supports queries [N, H, r + rope] and queries of
     the indexer [N, J, d]: in half precision, on Hopper GPUs, up to the sizes of DeepSeek-V3.2."""
-    if not query.is_cuda or query.dtype.itemsize != 2:
+    if not query.is_cuda or query.dtype.itemsize != 2 or index_q.shape[1] > 128:
         return False
     sizes = ((rank, 512), (query.shape[-1] - rank, 64), (index_q.shape[-1], 128))
     fits = all(16 <= size <= most and size & (size - 1) == 0 for size, most in sizes)

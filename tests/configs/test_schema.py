@@ -376,3 +376,13 @@ def test_judge_must_be_set_exactly_when_needed() -> None:
     ):
         with pytest.raises(ConfigError, match=knob):
             judge.check_used(judged=judged, gpu=gpu)
+
+
+@pytest.mark.parametrize("indexer_lr", [0.0, 7e-6])
+def test_indexers_have_their_own_rate_and_schedule(indexer_lr: float) -> None:
+    # 3e-6 · x / 3e-6 would exceed x by rounding.
+    plain = TrainerConfig(lr=3e-6, min_lr=3e-6, schedule="cosine", indexer_lr=indexer_lr)
+    own = plain.of_indexers
+    assert own.lr == own.min_lr == (indexer_lr or 3e-6)
+    assert own.schedule == "cosine"
+    assert replace(plain, indexer_schedule="linear").of_indexers.schedule == "linear"

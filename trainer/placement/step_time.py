@@ -40,11 +40,11 @@ class Rates:
     # `sparse_context` adds `sparse_token_s`. `dense_s` and `dense_token_s` apply if every earlier
     # token is read (`trainer.attention`). Each is a third of the forward and backward time measured
     # with the heads of DeepSeek-V3.2 and a learning indexer (docs/sparse-attention.md).
-    # The slow rates are those of PyTorch on GPUs without kernels.
+    # The slow rates are those of PyTorch, without kernels.
     sparse_s: float = 6.1e-6
     sparse_token_s: float = 0.024e-9
-    slow_sparse_s: float = 23e-6
-    slow_sparse_token_s: float = 0.95e-9
+    slow_sparse_s: float = 21e-6
+    slow_sparse_token_s: float = 0.37e-9
     sparse_context: int = 16_384
     sparse_heads: int = 128
     dense_s: float = 7.6e-6
@@ -108,7 +108,7 @@ class Rates:
         beyond = max(0, context - self.sparse_context)
         if config.trainer.attention != "sparse":
             seconds = self.dense_s + self.dense_token_s * context
-        elif spec.sparse_kernels:
+        elif spec.sparse_kernels and config.model.dtype != "float32":
             seconds = self.sparse_s + self.sparse_token_s * beyond
             slower = GpuSpec().flops / spec.flops
         else:
