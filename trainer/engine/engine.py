@@ -204,7 +204,11 @@ class TrainerEngine:
         steps = [self._optimizer_step(batch) for batch in batches if not self.gave_up]
         metrics = merge_optimizer_steps(steps)
         self.steps += 1
-        return {**metrics, "lr": Mean(lr, 1)} if self._rank == 0 else metrics
+        if self._rank == 0:
+            metrics["lr"] = Mean(lr, 1)
+            if any(group["indexers"] for group in self._adam.param_groups):
+                metrics["indexer/lr"] = Mean(indexer_lr, 1)
+        return metrics
 
     def _optimizer_step(self, batch: TrainBatch) -> dict[str, Metric]:
         """Take one optimizer step: sum the gradients of all micro-batches, then update the

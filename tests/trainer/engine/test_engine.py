@@ -89,6 +89,7 @@ def test_indexer_warm_up_trains_indexers_only(results: dict[str, Any]) -> None:
 def test_indexers_are_optimized_apart(results: dict[str, Any], name: str) -> None:
     plain, heavier, slower = (results[name][key] for key in ("plain", "heavier", "slower"))
     first, other = plain["metrics"], heavier["metrics"]
+    assert slower["metrics"]["indexer/lr"] == pytest.approx(first["lr"] / 4)
     assert first["grad_norm"] > 0.05 and first["indexer/grad_norm"] > 0.05, "both are clipped"
     assert other["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-6)
     ratio = other["indexer/grad_norm"] / first["indexer/grad_norm"]
