@@ -177,9 +177,9 @@ class _Node:
     """The node's `_NodeWorker`, or None on the driver's node."""
     ready: bool = False
     opened: set[str] = field(default_factory=set[str])
-    """Sources of which the node has opened an environment successfully."""
+    """Sources whose environments the node has opened at least once."""
     refusals: Counter[str] = field(default_factory=Counter[str])
-    """How often the node was given up for each source, because it could not open an environment."""
+    """Number of times that the node failed to open an environment, for each source."""
     not_before: dict[str, float] = field(default_factory=dict[str, float])
     """The time from which each of these sources may be tried again."""
     silent_s: float = 0.0

@@ -122,7 +122,7 @@ class TrainerConfig(Section, path="trainer"):
     def of_indexers(self) -> Self:
         """Settings whose learning rate and schedule are those of the indexers."""
         lr = self.indexer_lr or self.lr
-        min_lr = lr * (self.min_lr / self.lr)  # at most lr, in spite of rounding
+        min_lr = lr * (self.min_lr / self.lr)  # rounding cannot exceed lr
         own = self.schedule if self.indexer_schedule == "same" else self.indexer_schedule
         return replace(self, lr=lr, min_lr=min_lr, schedule=own)
 

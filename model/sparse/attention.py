@@ -59,8 +59,7 @@ _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
 _SELECT_BYTES = 25
 """Bytes per score while keys are selected."""
 _HOPPER = 9
-"""Compute capability of the GPUs on which the kernels were tested. Others compile them to programs
-that need more shared memory than there is."""
+"""Compute capability of the GPUs with kernels. Others have too little shared memory for them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -305,8 +304,8 @@ def _attend_with_kernels(
     recorded: Tensor | None,
     sparse: SparsePass,
 ) -> tuple[Tensor, ...]:
-    """Do the same as `_attend_in_chunks` with Triton kernels, without padding. Keys are selected
-    block by block, and all tokens attend at once."""
+    """Compute the same as `_attend_in_chunks` with Triton kernels. Blocks select their keys, and
+    then all tokens attend at once."""
     from keel.model.sparse import kernels  # noqa: PLC0415
 
     (query, index_q, weight), (key, index_k) = queries, keys

@@ -38,6 +38,7 @@ def _index_scores(
     query, weight, key, out, first, queries, keys,
     HEADS: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
+    """Compute the index scores of a tile of queries and keys (Eq. 1)."""
     row = tl.program_id(2).to(tl.int64)
     q = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
     k = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
@@ -96,6 +97,7 @@ def _attend(
     query, key, chosen, last, out, lse, scale, top_k, heads,
     RANK: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
+    """Attend to the selected keys with an online softmax (Eq. 2)."""
     token, first = _token_and_part(heads, HEADS)
     head = first + tl.arange(0, HEADS)
     live, at = head < heads, token * heads + head
@@ -148,7 +150,8 @@ def _query_gradient(
     query, key, chosen, last, out, lse, grad, delta, grad_query, scale, top_k, heads,
     RANK: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Also stores the product of each output and its gradient in `delta`, for `_key_gradient`."""
+    """Compute the queries' gradients. Also stores the dot product of each output and its gradient
+    in `delta`, which `_key_gradient` needs."""
     token, first = _token_and_part(heads, HEADS)
     head = first + tl.arange(0, HEADS)
     live, at, r = head < heads, token * heads + head, tl.arange(0, RANK)
@@ -180,6 +183,7 @@ def _key_gradient(
     query, key, chosen, last, lse, grad, delta, grad_key, scale, top_k, heads,
     RANK: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
+    """Add one query's gradients to those of the keys that it selected."""
     token, start = _token_and_part(top_k, KEYS)
     if start >= tl.load(last + token):
         return
@@ -213,6 +217,7 @@ def _mean_shares(
     query, key, chosen, lse, out, scale, top_k, heads,
     RANK: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
+    """Average the attention to each selected key over the heads."""
     token, start = _token_and_part(top_k, KEYS)
     place = start + tl.arange(0, KEYS)
     r, e = tl.arange(0, RANK), tl.arange(0, ROPE)
@@ -321,6 +326,7 @@ def _selected_scores(
     query, weight, key, chosen, out, top_k, heads,
     SIZE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
+    """Compute the index scores of the selected keys (Eq. 1)."""
     token = tl.program_id(0).to(tl.int64)
     for start in range(0, top_k, KEYS):
         at = start + tl.arange(0, KEYS)
@@ -337,6 +343,7 @@ def _selected_scores_backward(
     query, weight, key, chosen, grad, grad_query, grad_weight, grad_key, top_k, heads,
     SIZE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
+    """Compute the gradients of `_selected_scores`."""
     token = tl.program_id(0).to(tl.int64)
     head, d = tl.arange(0, HEADS), tl.arange(0, SIZE)
     dq = tl.zeros([HEADS, SIZE], tl.float32)
