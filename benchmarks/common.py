@@ -1,13 +1,19 @@
-"""Model shapes, run facts and the argument parser shared by the benchmarks."""
+"""Model shapes, run facts, argument parser and worker processes of the benchmarks."""
 
 import argparse
 import os
 import platform
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing import active_children, get_context
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -46,30 +52,33 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
     )
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """Sizes of a mixture of experts with attention heads of 64."""
+@contextmanager
+def worker_process(variables: Mapping[str, str], log: Path) -> Iterator[ProcessPoolExecutor]:
+    """Start a process with more environment variables and with its output in a file.
 
-    hidden: int = 1024
-    layers: int = 16
-    experts: int = 32
-    per_token: int = 4
-    expert: int = 768
-    vocabulary: int = 151_936
+    On exit, all processes started here are killed, because vLLM's shutdown can take long.
+    """
+    before = dict(os.environ)
+    os.environ |= variables
+    pool = ProcessPoolExecutor(1, get_context("spawn"), write_output, (log,))
+    pool.submit(int)  # starts the process
+    os.environ.clear()
+    os.environ |= before
+    try:
+        yield pool
+    finally:
+        for worker in active_children():
+            with suppress(psutil.Error):
+                for process in [*psutil.Process(worker.pid).children(recursive=True), worker]:
+                    process.kill()
+        pool.shutdown()
 
-    def config(self, **others: Any) -> Qwen3MoeConfig:
-        sizes: dict[str, Any] = {
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden,
-            "moe_intermediate_size": self.expert,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": max(2, self.hidden // 64),
-            "num_key_value_heads": max(1, self.hidden // 256),
-            "head_dim": 64,
-            "num_experts": self.experts,
-            "num_experts_per_tok": self.per_token,
-        }
-        return Qwen3MoeConfig(**sizes, **others)
+
+def write_output(log: Path) -> None:
+    """Write the output of this process to a file from now on."""
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,18 +158,32 @@ def qwen3(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool
 QWEN3_06B = qwen3(1024, 3072, 28, 16).config()
 QWEN3_17B = qwen3(2048, 6144, 28, 16).config()
 QWEN3_8B = qwen3(4096, 12_288, 36, 32, tied=False).config()
-QWEN3_30B_A3B = Qwen3MoeConfig(
+QWEN3_30B_A3B = replace(
+    qwen3(2048, 768, 48, 32, tied=False), kv_heads=4, experts=128, max_context=40_960
+).config()
+MIXTURE = Shape(
     vocab_size=151_936,
-    hidden_size=2048,
-    intermediate_size=6144,
-    moe_intermediate_size=768,
-    num_hidden_layers=48,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,  # pyright: ignore[reportCallIssue]
-    num_experts=128,
-    num_experts_per_tok=8,
-    max_position_embeddings=40_960,
+    tokens=VOCABULARIES[151_936],
+    hidden_size=1024,
+    intermediate_size=768,
+    layers=16,
+    heads=16,
+    kv_heads=4,
+    head_dim=64,
+    experts=32,
+    per_token=4,
+    tied=False,
 )
-MOE_16B: PreTrainedConfig = Mixture().config()
 """Mixture of experts of 1.6 B parameters."""
+SMALL_MIXTURE = replace(
+    MIXTURE,
+    vocab_size=2048,
+    tokens=2000,
+    hidden_size=64,
+    intermediate_size=64,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    experts=8,
+    per_token=2,
+)

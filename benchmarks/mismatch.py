@@ -17,13 +17,10 @@ the completion, with everything replayed and (`unreplayed`) with live routes and
 Writes OUT/mismatch.json. Arms run one after the other, each in a separate process.
 """
 
-import argparse
 import json
-import os
 import random
-import shutil
-import subprocess
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -34,8 +31,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
-from benchmarks.common import arguments, commit
+from benchmarks.common import arguments, commit, worker_process
+from benchmarks.engines import Batch, Keel
+from benchmarks.peers.shape import write_model
 from benchmarks.peers.workload import QWEN3_06B, SMALL
 from keel.configs.schema import (
     Config,
@@ -46,8 +46,8 @@ from keel.configs.schema import (
     SamplingConfig,
     SourceConfig,
 )
-from keel.rl.types import Group, Prompt, ScoredGroup
-from keel.rollout.spec import EngineSpec, GroupRequest, env_vars
+from keel.rl.types import Group, ScoredGroup
+from keel.rollout.spec import EngineSpec, env_vars
 
 TIMEOUT_S = 400
 LENGTHS = (16, 64, 256, 1024)
@@ -109,45 +109,37 @@ class Size:
     """Number of GPUs of the engine. With more than one, each GPU has whole experts."""
 
 
-def questions(size: Size, *, words: bool) -> list[Prompt]:
-    """Make prompts: random words for a random model, plain questions for a trained one."""
+def questions(size: Size, *, words: bool) -> list[str]:
+    """Make user messages: random words for a random model, plain questions for a trained one."""
     pick = random.Random(size.seed)
-    texts = [
+    return [
         " ".join(f"w{pick.randrange(100, 500)}" for _ in range(size.prompt_tokens - 12))
         if words
         else pick.choice(QUESTIONS).format(pick.choice(TOPICS))
         for _ in range(size.prompts * size.batches)
     ]
-    return [
-        Prompt(prompt_id=str(i), domain="d", messages=({"role": "user", "content": text},))
-        for i, text in enumerate(texts)
-    ]
 
 
 def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any]:
     """Measure an arm in a process with the engine's environment variables."""
-    from keel.rollout.engine.vllm_engine import VllmEngine  # noqa: PLC0415
-    from keel.rollout.engine.worker import EngineThread  # noqa: PLC0415
-
     config = rollout_config(arm, size)
-    spec = EngineSpec(
-        model_path=str(folder),
-        tokenizer=str(folder),
-        config=config,
-        dtype=arm.engine,
-        max_model_len=size.prompt_tokens + size.tokens + 64,
-        seed=size.seed,
-        keep_routing=True,
-        keep_sampling_mask=True,
-        keep_selection=True,
-        batch_invariant=arm.invariant,
-        residual_dtype=arm.residual,
+    engine = Keel(
+        EngineSpec(
+            model_path=str(folder),
+            tokenizer=str(folder),
+            config=config,
+            dtype=arm.engine,
+            max_model_len=size.prompt_tokens + size.tokens + 64,
+            seed=size.seed,
+            keep_routing=True,
+            keep_sampling_mask=True,
+            keep_selection=True,
+            batch_invariant=arm.invariant,
+            residual_dtype=arm.residual,
+        )
     )
-    engine = EngineThread(lambda: VllmEngine(spec), config)
-
-    requests = [GroupRequest(prompt, size.group) for prompt in questions(size, words=words)]
-    futures = [engine.sample(each, sampling=config.sampling, record=True) for each in requests]
-    groups: Any = [future.result(timeout=TIMEOUT_S).result() for future in futures]
+    batch = Batch("mismatch", questions(size, words=words), config.sampling, size.group)
+    _, groups = engine.run(batch)
     segments = [s for group in groups for t in group.trajectories for s in t.segments]
     engine.close()
     # vLLM replaces transformers' class of deepseek_v32 in its own process.
@@ -167,8 +159,6 @@ def scores(
     arm: Arm, folder: Path, size: Size, groups: Sequence[Group], replay: str = "everything"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return log π_θ, log π_old and the sequence index of each sampled token."""
-    import torch  # noqa: PLC0415
-
     from keel.model.load import load_policy  # noqa: PLC0415
     from keel.rl.packing import plan_packing  # noqa: PLC0415
     from keel.trainer.engine.policy import (  # noqa: PLC0415
@@ -276,14 +266,6 @@ def rollout_config(arm: Arm, size: Size) -> RolloutConfig:
     )
 
 
-def make(folder: Path, size: Size, *, gpu: bool) -> None:
-    """Write the model; without a GPU, a small one."""
-    from benchmarks.peers.shape import write_model  # noqa: PLC0415
-
-    shape = (QWEN3_06B if gpu else SMALL).shape
-    write_model(folder, shape.config(), shape.tokens, seed=size.seed, sharpness=size.sharpness)
-
-
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -291,49 +273,33 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--size", type=json.loads, default={}, help="fields of Size, as JSON")
     parser.add_argument("--words", action="store_true", help="prompts of random words")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     size = replace(Size(), **options.size)
     folder: Path = options.model or options.out / "model"
-    if options.child:
-        results = measure(
-            ARMS[options.child], folder, size, words=options.words or options.model is None
-        )
-        (options.out / f"{options.child}.json").write_text(json.dumps(results) + "\n")
-        sys.stdout.flush()
-        os._exit(0)  # without waiting for vLLM's threads
     options.out.mkdir(parents=True, exist_ok=True)
-    gpu = shutil.which("nvidia-smi") is not None
+    gpu = torch.cuda.is_available()
     if options.model is None:
+        options.words = True
         made, expected = options.out / "made.json", json.dumps([size.seed, size.sharpness, gpu])
         if made.exists() and made.read_text() != expected:
             parser.error(f"--out {options.out} has another model; choose another folder")
         if not made.exists():
-            make(folder, size, gpu=gpu)
+            shape = (QWEN3_06B if gpu else SMALL).shape
+            write_model(folder, shape, seed=size.seed, sharpness=size.sharpness)
             made.write_text(expected)
     rows: dict[str, Any] = {}
     for name in options.arms:
-        command = [sys.executable, "-m", "benchmarks.mismatch", *sys.argv[1:], "--child", name]
-        invariant = ARMS[name].invariant
-        config = rollout_config(ARMS[name], size)
-        variables = env_vars(config, gpu=gpu, batch_invariant=invariant)
-        log = options.out / f"{name}.log"
-        result = options.out / f"{name}.json"
-        result.unlink(missing_ok=True)
-        try:
-            with log.open("w") as file:
-                subprocess.run(
-                    command,
-                    env={**os.environ, **variables},
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    timeout=TIMEOUT_S,
-                    check=True,
-                )
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            print(f"{name}: {error}\n{log.read_text()[-1500:]}", flush=True)
-            continue
-        rows[name] = json.loads(result.read_text())
+        arm, log = ARMS[name], options.out / f"{name}.log"
+        config = rollout_config(arm, size)
+        variables = env_vars(config, gpu=gpu, batch_invariant=arm.invariant)
+        with worker_process(variables, log) as process:
+            future = process.submit(measure, arm, folder, size, words=options.words)
+            try:
+                rows[name] = future.result(TIMEOUT_S)
+            except Exception as error:
+                traceback.print_exception(error)
+                print(f"{name}: {error!r}\n{log.read_text()[-1500:]}", flush=True)
+                continue
         print(name, json.dumps({k: v for k, v in rows[name].items() if k != "gap"}), flush=True)
         report = {"commit": commit(), "size": asdict(size), "arms": rows}
         (options.out / "mismatch.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Mixture, arguments
+from benchmarks.common import MIXTURE, SMALL_MIXTURE, arguments
 from benchmarks.peers.shape import write_model
 from benchmarks.synthetic import SOURCE
 from keel.configs.schema import (
@@ -45,14 +45,13 @@ from keel.weights.sync import WeightSync
 GB = 1e9
 TIMEOUT_S = 300.0
 BUCKET_MIB = 256
-SMALL = Mixture(hidden=64, layers=2, experts=8, per_token=2, expert=64, vocabulary=2048)
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
     """Measure all updates and print the results."""
     gpus, small = options.gpus, options.small
-    sizes = SMALL if small else Mixture()
-    parameters = write_model(folder, sizes.config(), 2000, seed=0, sharpness=1.0)
+    shape = SMALL_MIXTURE if small else MIXTURE
+    parameters = write_model(folder, shape, seed=0, sharpness=1.0)
     config = Config(
         model=ModelConfig(path=str(folder), dtype="float32" if small else "bfloat16"),
         data=DataConfig(sources=(SOURCE,), max_prompt_tokens=64),

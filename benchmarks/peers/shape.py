@@ -14,13 +14,9 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.common import arguments
+from benchmarks.common import Shape, arguments
 from benchmarks.peers.workload import QWEN3, SMALL, Workload, drawn
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -94,16 +90,9 @@ def end_scale(workload: Workload, *, contexts: int = 200, draws: int = 128) -> f
 
 
 def write_model(
-    folder: Path,
-    config: PreTrainedConfig,
-    tokens: int,
-    *,
-    seed: int,
-    sharpness: float,
-    end: float = TENTH,
-    device: str | None = None,
+    folder: Path, shape: Shape, *, seed: int, sharpness: float, end: float = TENTH
 ) -> int:
-    """Write random bfloat16 weights and a tokenizer of `tokens` ids; return the parameter count.
+    """Write random bfloat16 weights and a tokenizer; return the parameter count.
 
     sharpness: standard deviation of the logits, set by the last norm. At 8, top-p 0.95 keeps about
     12 of 151,669 ids and a token has 1.5 nats of entropy; at 0.64, as in a plain random model,
@@ -116,10 +105,11 @@ def write_model(
     logits are near the mean of 0 and top-k excludes them. `end` is the relative length of the end
     token's row.
     """
+    config = shape.config()
     config.pad_token_id, config.bos_token_id = MARKS.index(PAD), None
     config.eos_token_id = MARKS.index(END)
     torch.manual_seed(seed)
-    with torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")):
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
     with torch.no_grad():
@@ -127,14 +117,14 @@ def write_model(
             rows *= EMBEDDING / config.initializer_range
             rows[: len(MARKS)] *= TENTH
             rows[MARKS.index(END)] *= end / TENTH
-            rows[tokens:] = 0
+            rows[shape.tokens :] = 0
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight *= TENTH
             if hasattr(layer.mlp, "experts"):  # narrow, and averaged over a token's experts
                 layer.mlp.experts.down_proj *= config.num_experts_per_tok
         model.model.norm.weight.fill_(sharpness / (EMBEDDING * config.hidden_size**0.5))
     model.save_pretrained(folder)
-    build_tokenizer(tokens).save_pretrained(folder)
+    build_tokenizer(shape.tokens).save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -166,8 +156,7 @@ def write(folder: Path, workload: Workload) -> Workload:
     end = end_scale(workload) if workload.ends_after else TENTH
     write_model(
         Path(workload.model),
-        workload.shape.config(),
-        workload.shape.tokens,
+        workload.shape,
         seed=workload.seed,
         sharpness=workload.sharpness,
         end=end,

@@ -18,20 +18,19 @@ replaces earlier ones. The exit status is 0 if every case was measured.
 import argparse
 import json
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import arguments, commit
+from benchmarks.common import arguments, commit, worker_process
 from benchmarks.training.cases import LONG, MIXTURES, SHAPES, Case, long, one_gpu, replays
 
-ROOT = Path(__file__).parents[2]
 GRACE_S = 30
 """Seconds that a process may exceed its time limit before it is killed."""
 
@@ -45,63 +44,44 @@ class Group:
     cases: list[Case]
 
 
-def start(
+def measure_group(
     group: Group, gpus: Sequence[str], options: argparse.Namespace, seconds: float
-) -> list[subprocess.Popen[bytes]]:
-    from benchmarks.training.measure import Job  # noqa: PLC0415  (takes seconds to import)
+) -> None:
+    """Run a group until it is done, a rank fails or the time is over."""
+    from benchmarks.training.measure import Job, run  # noqa: PLC0415  (takes seconds to import)
 
     out: Path = options.out
     store, rows = out / f"store-{group.name}", out / f"{group.name}.jsonl"
     store.unlink(missing_ok=True)
-    processes = []
-    for rank in range(group.ranks):
-        job = Job(
-            cases=group.cases,
-            rank=rank,
-            ranks=group.ranks,
-            store=str(store),
-            rows=str(rows),
-            seconds=seconds,
-            rounds=options.rounds,
-            small=options.small,
-        )
-        environment = {
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "NCCL_NVLS_ENABLE": "0",
-            "TOKENIZERS_PARALLELISM": "false",
-            **os.environ,
-            "LOCAL_RANK": "0",
-            "CUDA_VISIBLE_DEVICES": gpus[rank] if gpus else "",
-            **({} if gpus else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}),
-            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-        }
-        with open(out / f"log-{group.name}-{rank}.txt", "wb") as log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, __file__, "--job", json.dumps(asdict(job))],
-                    env=environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    cwd=ROOT,
-                )
+    ranks: list[Future[None]] = []
+    with ExitStack() as stack:
+        for rank in range(group.ranks):
+            variables = {
+                "OMP_WAIT_POLICY": "PASSIVE",
+                "NCCL_NVLS_ENABLE": "0",
+                "TOKENIZERS_PARALLELISM": "false",
+                **os.environ,
+                "LOCAL_RANK": "0",
+                "CUDA_VISIBLE_DEVICES": gpus[rank] if gpus else "",
+                **({} if gpus else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}),
+            }
+            log = out / f"log-{group.name}-{rank}.txt"
+            process = stack.enter_context(worker_process(variables, log))
+            job = Job(
+                cases=group.cases,
+                rank=rank,
+                ranks=group.ranks,
+                store=str(store),
+                rows=str(rows),
+                seconds=seconds - GRACE_S,
+                rounds=options.rounds,
+                small=options.small,
             )
-    return processes
-
-
-def wait(name: str, processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Wait for a group and kill it on a timeout or a failed rank."""
-    end = time.monotonic() + seconds
-    codes: list[int | None] = [None]
-    while None in codes:
-        time.sleep(0.2)
-        codes = [process.poll() for process in processes]
-        failed = any(codes)
-        if failed or time.monotonic() > end:
-            print(f"{name}: exit codes {codes}" if failed else f"{name}: out of time", flush=True)
-            for process in processes:
-                process.kill()
-                process.wait(timeout=30)
-            return
+            ranks.append(process.submit(run, job))
+        done, running = wait(ranks, timeout=seconds, return_when=FIRST_EXCEPTION)
+        errors = [repr(error) for rank in done if (error := rank.exception())]
+        if errors or running:
+            print(f"{group.name}: {'; '.join(errors) or 'out of time'}", flush=True)
 
 
 def not_measured(groups: Sequence[Group], rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -141,7 +121,7 @@ def measure(options: argparse.Namespace) -> list[str]:
         if gpus and len(gpus) < group.ranks:
             print(f"{group.name}: needs {group.ranks} GPUs; {len(gpus)} are available")
             continue
-        wait(group.name, start(group, gpus, options, seconds - GRACE_S), seconds)
+        measure_group(group, gpus, options, seconds)
     rows: list[dict[str, Any]] = []
     for group in groups:
         path = options.out / f"{group.name}.jsonl"
@@ -171,22 +151,14 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--small", action="store_true", help="use tiny models on the CPU")
     parser.add_argument("--shapes", default="", help=f"some of {', '.join(SHAPES)}; default: all")
     parser.add_argument("--long", default="", help="GPU counts for long trajectories, such as 1,2")
     parser.add_argument("--replay", action="store_true", help="cost of routes and masks")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=180, help="time limit for everything")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.job:
-        from benchmarks.training.measure import Job, run  # noqa: PLC0415
-
-        run(Job.parse(options.job))
-        return
-    if options.out is None:
-        parser.error("--out is missing")
     if not options.small and not torch.cuda.is_available():
         parser.error("no GPU is available; use --small for a smoke test on a CPU")
     options.out = options.out.resolve()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig
 
-from benchmarks.common import MOE_16B, QWEN3_06B, QWEN3_17B, QWEN3_30B_A3B
+from benchmarks.common import MIXTURE, QWEN3_06B, QWEN3_17B, QWEN3_30B_A3B
 from benchmarks.synthetic import Row, made_config
 from keel.configs.schema import Config, TrainerConfig
 from keel.model.load import ModelFacts
@@ -20,7 +20,7 @@ SLICE_LAYERS = 6
 SHAPES: Mapping[str, PreTrainedConfig] = {
     "qwen3-0.6b": QWEN3_06B,
     "qwen3-1.7b": QWEN3_17B,
-    "moe-1.6b": MOE_16B,
+    "moe-1.6b": MIXTURE.config(),
     "30b-a3b-slice": QWEN3_30B_A3B,
 }
 """30b-a3b-slice has the first `SLICE_LAYERS` layers of Qwen3-30B-A3B with all 128 experts."""

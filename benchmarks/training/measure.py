@@ -43,11 +43,6 @@ class Job:
     rounds: int
     small: bool
 
-    @staticmethod
-    def parse(text: str) -> Job:
-        content = json.loads(text)
-        return Job(**{**content, "cases": [Case(**case) for case in content["cases"]]})
-
 
 def timed(engine: SyntheticEngine, batch: TrainBatch) -> float:
     """Return the seconds of a step."""

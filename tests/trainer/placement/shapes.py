@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from benchmarks.common import QWEN3_06B, QWEN3_8B, QWEN3_17B, QWEN3_30B_A3B, Mixture
+from benchmarks.common import MIXTURE, QWEN3_06B, QWEN3_8B, QWEN3_17B, QWEN3_30B_A3B
 from keel.configs.schema import (
     AlgorithmConfig,
     Config,
@@ -23,7 +23,7 @@ SHAPES = {
     "0.6b": QWEN3_06B,
     "1.7b": QWEN3_17B,
     "8b": QWEN3_8B,
-    "1.4b-a0.4b": Mixture().config(),
+    "1.4b-a0.4b": MIXTURE.config(),
     "30b-a3b": QWEN3_30B_A3B,
 }
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10, kl_coef=0.02)
