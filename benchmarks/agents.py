@@ -19,8 +19,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import as_completed
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -161,25 +161,17 @@ def turn_prompts(count: int, turns: int, salt: str) -> list[Prompt]:
     return made
 
 
-def plainly(
-    pool: RolloutPool, requests: Sequence[Prompt], sampling: SamplingConfig
-) -> dict[str, float]:
-    """Sample plain prompts and return their speed and engine statistics."""
+def timed(
+    pool: RolloutPool, submit: Callable[[], Sequence[Future[Group]]]
+) -> tuple[list[Group], dict[str, float]]:
+    """Sample groups; return them with their speed and the engine's time per step."""
     steps, busy_s = stats(pool)
     began = time.monotonic()
-    submitted = [pool.submit(prompt, group_size=1, sampling=sampling) for prompt in requests]
-    groups = [group.result() for group in submitted]
-    return speeds(pool, groups, began, steps, busy_s)
-
-
-def speeds(
-    pool: RolloutPool, groups: Sequence[Group], began: float, steps: int, busy_s: float
-) -> dict[str, float]:
-    """Return the speed since `began`, when the engine had these statistics."""
+    groups = [future.result(timeout=ROUND_S) for future in submit()]
     seconds, (steps_now, busy_now) = time.monotonic() - began, stats(pool)
     tokens = sum(t.sampled_tokens for group in groups for t in group.trajectories)
     ms_per_step = 1e3 * (busy_now - busy_s) / (steps_now - steps)
-    return {"tokens_per_second": tokens / seconds, "ms_per_step": ms_per_step}
+    return groups, {"tokens_per_second": tokens / seconds, "ms_per_step": ms_per_step}
 
 
 def stats(pool: RolloutPool) -> tuple[int, float]:
@@ -194,17 +186,22 @@ def measure(
     pool: RolloutPool, runner: EpisodeRunner, sampling: SamplingConfig, count: int, salt: str
 ) -> dict[str, Any]:
     """Run one round: episodes, then both kinds of plain prompts."""
-    steps, busy_s = stats(pool)
-    began = time.monotonic()
-    futures = [runner.submit(p, group_size=1, purpose="train") for p in prompts(count, salt)]
-    groups = [future.result() for future in as_completed(futures, timeout=ROUND_S)]
-    agents = speeds(pool, groups, began, steps, busy_s)
+
+    def plainly(requests: Sequence[Prompt], sampling: SamplingConfig) -> dict[str, float]:
+        return timed(
+            pool, lambda: [pool.submit(p, group_size=1, sampling=sampling) for p in requests]
+        )[1]
+
+    episodes = prompts(count, salt)
+    groups, agents = timed(
+        pool, lambda: [runner.submit(p, group_size=1, purpose="train") for p in episodes]
+    )
     usages = [t.usage for group in groups for t in group.trajectories if t.usage is not None]
     plain = [replace(p, environment="") for p in prompts(count, f"{salt}plain")]
-    whole = plainly(pool, plain, sampling)
+    whole = plainly(plain, sampling)
     turns = max(usage.turns for usage in usages)
     each = replace(sampling, max_tokens=TURN_TOKENS)
-    by_turn = plainly(pool, turn_prompts(count, turns, salt), each)
+    by_turn = plainly(turn_prompts(count, turns, salt), each)
     return {
         "ratio": agents["tokens_per_second"] / whole["tokens_per_second"],
         "ratio_by_turn": agents["tokens_per_second"] / by_turn["tokens_per_second"],

@@ -10,7 +10,6 @@ largest private memory of the driver plus the pages of its node's object store, 
 batch. Each batch size runs in a separate process.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -26,6 +25,7 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
+from benchmarks.common import arguments
 from benchmarks.synthetic import SOURCE
 from keel.configs.schema import (
     AlgorithmConfig,
@@ -167,7 +167,7 @@ def measure(groups: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 8, 16, 32])
     parser.add_argument("--one", action="store_true", help="measure in this process")
     options = parser.parse_args()

@@ -44,7 +44,6 @@ from keel.configs.schema import (
     ModelConfig,
     RolloutConfig,
     SamplingConfig,
-    SourceConfig,
 )
 from keel.rl.types import Group, ScoredGroup
 from keel.rollout.spec import EngineSpec, env_vars
@@ -159,18 +158,15 @@ def scores(
     arm: Arm, folder: Path, size: Size, groups: Sequence[Group], replay: str = "everything"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return log π_θ, log π_old and the sequence index of each sampled token."""
+    from benchmarks.synthetic import SOURCE  # noqa: PLC0415
     from keel.model.load import load_policy  # noqa: PLC0415
     from keel.rl.packing import plan_packing  # noqa: PLC0415
-    from keel.trainer.engine.policy import (  # noqa: PLC0415
-        Inputs,
-        PolicyNetwork,
-    )
+    from keel.trainer.engine.policy import Inputs, PolicyNetwork  # noqa: PLC0415
     from keel.trainer.engine.zero import compile_layers  # noqa: PLC0415
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    source = SourceConfig(name="s", source="reasoning_gym", task="chain_sum", size=1)
     config = Config(
-        data=DataConfig(sources=(source,)),
+        data=DataConfig(sources=(SOURCE,)),
         model=ModelConfig(
             path=str(folder),
             dtype=arm.trainer,

@@ -25,9 +25,8 @@ import signal
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from itertools import product
@@ -210,7 +209,7 @@ def perform_all(options: argparse.Namespace) -> int:
     slots: SimpleQueue[str] = SimpleQueue()
     for index in range(options.parallel):
         slots.put(gpus[index % len(gpus)])
-    stop, end = Event(), time.monotonic() + options.seconds
+    stop = Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
 
     def one(run: Run) -> str:
@@ -231,10 +230,7 @@ def perform_all(options: argparse.Namespace) -> int:
     with ThreadPoolExecutor(options.parallel) as pool:
         futures = [pool.submit(one, run) for run in runs]
         try:
-            while not all(future.done() for future in futures):
-                time.sleep(0.2)
-                if time.monotonic() > end:
-                    stop.set()
+            wait(futures, timeout=options.seconds)
         finally:
             stop.set()
     return sum(bool(future.result()) for future in futures)

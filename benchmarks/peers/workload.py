@@ -87,11 +87,8 @@ MAX_PARAMETERS, MAX_COST, MIN_STEP_TOKENS = 2.0e9, 1.4e14, 32_768
 
 
 def drawn(seed: int) -> Workload:
-    """Draw a workload at random, which no system was tuned for.
-
-    The limits let it fit on one GPU for a peer that stores all activations; the cost is parameters
-    × tokens of a step (0.9e14 for Qwen3-0.6B).
-    """
+    """Draw a workload at random, which no system was tuned for. The limits let it fit on one GPU
+    for a peer that stores all activations."""
     pick = random.Random(seed)
     while True:
         hidden, vocabulary = pick.choice(sorted(WIDTHS)), pick.choice(sorted(VOCABULARIES))
