@@ -348,7 +348,7 @@ def _parse_yaml(text: str) -> tuple[Any, yaml.Node | None]:
 
 
 # Cached, because parsing dominates loading and tests load the same recipes many times.
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _parse_recipe(text: str) -> tuple[Any, Sequence[tuple[str, yaml.Node, int]]]:
     """Parse a recipe into plain data, along with the dotted key, node and line of each value."""
     data, root = _parse_yaml(text)

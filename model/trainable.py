@@ -5,11 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
@@ -41,6 +42,7 @@ from keel.model.sparse.attention import use_sparse_attention
 _LAYER = re.compile(r".*?\.\d+\.")
 _LAYER_LISTS = ("layers", "h")
 """Possible names of the list of decoder layers. GPT-2 uses "h"."""
+_LAYER_NUMBERS = ("layer_idx", "layer_number")
 _INDEXER = ".indexer."
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 _ROWS = 256
@@ -188,10 +190,16 @@ def _silenced() -> Iterator[None]:
 
 def _try_packed(model: PreTrainedModel) -> None:
     """Run the decoder on packed segments on the meta device, to find out which attention features
-    it needs. Experts are skipped, because routing depends on data."""
+    it needs. Experts are skipped, because routing depends on data, and so are layers like an
+    earlier one."""
+    kinds: list[Any] = []
+    for layer in decoder_layers(model):
+        if (kind := _layer_kind(layer)) in kinds:
+            layer.forward = _skip
+        kinds.append(kind)
     for module in model.modules():
         if hasattr(module, "gate_up_proj"):
-            module.forward = lambda hidden, *_, **__: hidden
+            module.forward = _skip
     row = torch.zeros(1, 3, dtype=torch.long, device="meta")
     segments = Segments.of([2, 1], "meta")
     try:
@@ -203,6 +211,25 @@ def _try_packed(model: PreTrainedModel) -> None:
         raise
     except Exception:  # for example a family that reads values
         return
+
+
+def _skip(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden
+
+
+def _layer_kind(layer: nn.Module) -> list[tuple[type[nn.Module], list[tuple[str, Any]]]]:
+    """Return the types of a layer's modules and their settings, except the number of the layer."""
+    return [
+        (
+            type(module),
+            [
+                (name, value)
+                for name, value in vars(module).items()
+                if isinstance(value, int | float | str | None) and name not in _LAYER_NUMBERS
+            ],
+        )
+        for module in layer.modules()
+    ]
 
 
 def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, knob: str) -> None:
