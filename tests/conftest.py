@@ -1,11 +1,13 @@
 """Shared setup of all tests: a Ray token, test order and log records."""
 
+import functools
 import gc
 import logging
 import os
 import re
 import secrets
 import signal
+import ssl
 import subprocess
 import sys
 from collections import Counter
@@ -43,6 +45,9 @@ for name, value in {
 # `nohup` ignores SIGHUP, and child processes would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# Clients of HTTP servers read the certificates when they are created, which takes 20 ms.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
+
 HANDLED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -73,9 +78,10 @@ TOGETHER = (
         r"|recording/test_(v1|hybrid)|vllm_fast)|weights/test_updates)"
     ),
     re.compile(r"tests/(model/test_fp8|rollout/engine/test_jobs|weights/test_(load_tracer|pack))"),
+    re.compile(r"tests/rewards/test_(environments|language)"),
 )
-"""Groups of files for one process each: two fork from a preloaded server (tests/forked.py), and the
-last one loads vLLM, so that other processes do not."""
+"""Groups of files for one process each: two fork from a preloaded server (tests/forked.py), one
+loads vLLM and one the language model, so that other processes do not."""
 
 
 @pytest.hookimpl(optionalhook=True)

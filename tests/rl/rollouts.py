@@ -13,7 +13,7 @@ from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
 LAYERS, EXPERTS = 2, 3
 
 
-def logp_old_of(token: int) -> float:
+def logp_old_of(token: Any) -> Any:
     return -(token % 97 + 1) / 100
 
 
@@ -41,15 +41,15 @@ def segment(
     trainable = np.arange(tokens) >= context
     routes_TLK = np.full((tokens, LAYERS, EXPERTS), NO_ROUTE, np.int16)
     routes_TLK[:-1] = ids[:-1, None, None] % 8
-    spans = [kept_of(t) if sampled else [] for t, sampled in zip(ids, trainable, strict=True)]
+    spans = [kept_of(t) if t >= first + context else [] for t in ids] if kept else []
     return Segment(
         prompt_id=name,
         token_ids_T=ids,
         trainable_T=trainable,
-        logp_old_T=np.where(trainable, [logp_old_of(t) for t in ids], 0).astype(np.float32),
+        logp_old_T=np.where(trainable, logp_old_of(ids), 0).astype(np.float32),
         version_T=np.where(trainable, version, -1).astype(np.int32),
         routes_TLK=routes_TLK if routes else None,
-        sampling_mask=SamplingMasks.from_lists(spans) if kept else None,
+        sampling_mask=SamplingMasks.from_lists(spans) if spans else None,
     )
 
 

@@ -229,7 +229,13 @@ COLOCATED = {
         (
             Machine(gpus=2, gib=4.0),
             "gpu",
-            {"rollout.gpu_memory_utilization": 0.97},
+            {
+                "rollout.gpu_memory_utilization": 0.97,
+                "rollout.engines": 1,
+                "trainer.ranks": 1,
+                "trainer.zero_stage": 1,
+                "trainer.compile": False,
+            },
             "an engine's GPU needs 4.2 GiB",
         ),
     ],

@@ -211,6 +211,7 @@ def update(manifest: Any, *names: str) -> None:
     manifest.finish()
 
 
+@pytest.mark.e2e
 def test_missing_and_unknown_tensors_are_named() -> None:
     manifest = checklist(NAMES, layers=3, tied=False, decoder="model")
     for _ in range(2):
@@ -223,6 +224,7 @@ def test_missing_and_unknown_tensors_are_named() -> None:
     update(checklist(NAMES, layers=2, tied=False), *NAMES[:3])
 
 
+@pytest.mark.e2e
 def test_unloaded_tensors_are_not_expected() -> None:
     biases = [f"gpt_neox.layers.{n}.attention.dense.bias" for n in range(2)]
     masks = [f"gpt_neox.layers.{n}.attention.{m}bias" for n in range(2) for m in ("", "masked_")]
@@ -234,6 +236,7 @@ def test_unloaded_tensors_are_not_expected() -> None:
         update(manifest, biases[0])
 
 
+@pytest.mark.e2e
 def test_decoder_only_checkpoints_match() -> None:
     manifest = checklist(["wte.weight", "h.0.b"], layers=1, tied=True, decoder="transformer")
     update(manifest, "transformer.wte.weight", "transformer.h.0.b", "lm_head.weight")
@@ -241,6 +244,7 @@ def test_decoder_only_checkpoints_match() -> None:
         update(manifest, "transformer.wte.weight", "transformer.h.0.c")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("published", [NAMES, [*NAMES, "lm_head.weight"]])
 @pytest.mark.parametrize("stored", [NAMES, [*NAMES, "lm_head.weight"]])
 def test_tied_head_is_optional(published: list[str], stored: list[str]) -> None:

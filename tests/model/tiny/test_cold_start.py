@@ -239,11 +239,11 @@ PARAMS = {
 
 @pytest.mark.parametrize("task", TAUGHT)
 def test_worked_solutions_are_right_hasty_ones_wrong(task: str) -> None:
-    dataset = reasoning_gym.create_dataset(task, seed=7, size=300, **PARAMS[task])
+    dataset = reasoning_gym.create_dataset(task, seed=7, size=100, **PARAMS[task])
     right = {True: 0, False: 0}
     for entry in dataset:
         for worked in right:
             turn = _format_solution(task, entry, worked=worked)
             assert bool(turn.removeprefix("<think>\n").split("\n</think>", 1)[0]) == worked
             right[worked] += dataset.score_answer(turn.split("</think>\n\n", 1)[1], entry) == 1.0
-    assert right[True] == 300 and right[False] < 0.25 * 300
+    assert right[True] == 100 and right[False] < 25

@@ -50,6 +50,7 @@ def completion(versions: Any = (4, 5), logp: Any = (-1, -2), **recorded: Any) ->
     return sampled, Recordings(**recorded)
 
 
+@pytest.mark.e2e
 def test_segments_align_recordings(engine: Any) -> None:
     masks = SamplingMasks.from_lists([[7, 8], [9]])
     routes = np.arange(4 * 3 * 2, dtype=np.int16).reshape(4, 3, 2)
@@ -66,6 +67,7 @@ def test_segments_align_recordings(engine: Any) -> None:
     assert empty.segments[0].sampling_mask is None and empty.segments[0].routes_TLK is None
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -83,6 +85,7 @@ def test_recordings_of_a_wrong_length_are_refused(engine: Any, name: str, value:
         job.result()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
 def test_non_finite_completions_are_dropped_alone(engine: Any, value: float) -> None:
     sampled = group(engine, {"logp": (-1, value)}, {})
