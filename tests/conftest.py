@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib
 import logging
 import os
 import re
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -44,6 +46,18 @@ for name, value in {
     os.environ.setdefault(f"RAY_{name}", value)
 # `nohup` ignores SIGHUP, and child processes would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# reasoning_gym's library of cellular automata loads matplotlib, half a second, for its plots.
+with pytest.MonkeyPatch.context() as patch:
+    for name in (
+        "matplotlib",
+        "matplotlib.pyplot",
+        "matplotlib.animation",
+        "matplotlib.collections",
+        "mpl_toolkits.mplot3d",
+    ):
+        patch.setitem(sys.modules, name, MagicMock())
+    importlib.import_module("cellpylib")
 
 # Clients of HTTP servers read the certificates when they are created, which takes 20 ms.
 ssl.create_default_context = functools.cache(ssl.create_default_context)

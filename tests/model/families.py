@@ -1,5 +1,6 @@
 """Tiny random models of every family with routing replay."""
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -78,7 +79,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def build(family: str, **changes: Any) -> PreTrainedModel:
     """Build a random float32 model with routers and correction biases far from zero."""
-    torch.manual_seed(0)
+    key = f"{family} {changes}"
+    if key not in _BUILT:
+        torch.manual_seed(0)
+        _BUILT[key] = _build(family, changes)
+    torch.manual_seed(1)
+    return deepcopy(_BUILT[key])
+
+
+_BUILT: dict[str, PreTrainedModel] = {}
+
+
+def _build(family: str, changes: dict[str, Any]) -> PreTrainedModel:
     config = AutoConfig.for_model(family, **{**_SIZES, **FAMILIES.get(family, {}), **changes})
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config)

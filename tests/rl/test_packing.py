@@ -66,7 +66,7 @@ def with_losses(groups: Sequence[ScoredGroup], random: Random) -> list[ScoredGro
     return made
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 60), st.integers(1, 3), st.booleans())
 def test_groups_have_equal_weight(seed, replicas, capacity, updates, skip) -> None:
     groups = with_losses(random_groups(seed), Random(seed))

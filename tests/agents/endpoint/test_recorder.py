@@ -289,7 +289,7 @@ def test_spent_budget_ends_the_trajectory(
     assert "tokens" not in budget or sum(len(s) for _, s in policy.turns) == 8
 
 
-LONG = "b" * (8 << 20)
+LONG = "b" * (1 << 20)
 CALL = {"id": "c", "function": {"name": "city", "arguments": json.dumps({"name": LONG})}}
 
 

@@ -136,7 +136,7 @@ def test_penalty_matches_its_definition(weight: Tensor, top_k: int) -> None:
 
 def test_probes_are_unbiased(weight: Tensor) -> None:
     config, some, every = settings(), [], []
-    for seed in range(40):
+    for seed in range(20):
         groups = Rollouts(seed).groups(3, 4)
         (batch,) = pack(groups, replicas=1, micro_batch_tokens=ROOMY)
         some.append(float(penalty(batch, config, weight, most=2)[0]))

@@ -4,6 +4,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from transformers import DeepseekV32Config
+
 from benchmarks.common import MIXTURE, QWEN3_06B, QWEN3_8B, QWEN3_17B, QWEN3_30B_A3B
 from keel.configs.schema import (
     AlgorithmConfig,
@@ -32,6 +34,11 @@ SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", siz
 @cache
 def facts(shape: str) -> ModelFacts:
     return replace(facts_of(SHAPES[shape]), max_context=40_960)
+
+
+@cache
+def v32_facts() -> ModelFacts:
+    return facts_of(DeepseekV32Config())
 
 
 def machine(gpus: int, gib: float, **options: Any) -> Hardware:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import DeepseekV32Config
 
 from keel.configs.diff import flatten_config
 from keel.configs.load import load_recipe
@@ -23,7 +22,6 @@ from keel.configs.schema import (
     SamplingConfig,
     TrainerConfig,
 )
-from keel.model.load import facts_of
 from keel.trainer.placement import elastic as elastic_layouts
 from keel.trainer.placement.elastic import ElasticLayouts
 from keel.trainer.placement.hardware import Hardware, Node, idle_nodes, place
@@ -46,7 +44,15 @@ from keel.trainer.placement.plan import make_plan, plan_on
 from keel.trainer.run.checkpoint import _STATE
 from keel.trainer.run.errors import OutOfMemory
 from keel.trainer.run.journal import EVENTS
-from tests.trainer.placement.shapes import SHAPES, SOURCE, facts, machine, recipe, sft_recipe
+from tests.trainer.placement.shapes import (
+    SHAPES,
+    SOURCE,
+    facts,
+    machine,
+    recipe,
+    sft_recipe,
+    v32_facts,
+)
 
 
 def chosen(shape: str, gpus: int, gib: float, config: Config | None = None, **fixed: Any) -> Choice:
@@ -130,10 +136,9 @@ def test_everything_that_fits_is_accepted(shape: str) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"rollout.gpu_memory_utilization": 0.5, "rollout.max_num_seqs": 7},
-        {"rollout.time_share": True, "trainer.compile": False},
-        {"trainer.zero_stage": 2, "trainer.offload_optimizer": True},
-        {"trainer.ranks": 3, "rollout.engines": 1},
+        {"rollout.time_share": True, "trainer.zero_stage": 2, "trainer.offload_optimizer": True},
+        {"trainer.ranks": 3, "rollout.engines": 1, "rollout.max_num_seqs": 7}
+        | {"rollout.gpu_memory_utilization": 0.5, "trainer.compile": False},
     ],
 )
 def test_fixed_knobs_stay(values: dict[str, Any]) -> None:
@@ -150,14 +155,14 @@ THREE = with_rollout(engines=3)
 LONG = with_rollout(sampling=SamplingConfig(max_tokens=30_000, top_k=512))
 LARGE = recipe(prompts_per_step=32)
 GATHERED = {"trainer__activation_checkpointing": True, "trainer__zero_stage": 3}
+NOTHING_SAVED = {"time_share": False, "activation_checkpointing": False}
 FLOAT16 = sft_recipe(dtype="float16", conversations_per_step=64, max_context_tokens=2048)
 ODD = sft_recipe(dtype="float16", tokens_per_step=524_288, max_context_tokens=8192)
 
 # fmt: off
 CHOICES: list[tuple[Any, ...]] = [
     # A small model needs no memory saving; three steps do not win back the time to compile.
-    ("0.6b", 1, 139.0, recipe(), {}, {"time_share": False, "activation_checkpointing": False}),
-    ("0.6b", 1, 139.0, recipe(), {}, {"compile": True}),
+    ("0.6b", 1, 139.0, recipe(), {}, {**NOTHING_SAVED, "compile": True}),
     ("0.6b", 1, 139.0, SHORT, {}, {"compile": False}),
     ("8b", 8, 79.0, INVARIANT, {}, {"compile": False, "share_prompts": False}),
     # Completions are sampled in equal waves, and asynchronous engines keep their GPU.
@@ -222,7 +227,7 @@ def chosen_v32(nodes: int, *overrides: str) -> Choice:
     config, open_knobs = load_recipe("deepseek-v3.2-256x139", list(overrides))
     gib = config.run.gpu_gib
     hardware = Hardware(gpu=True, nodes=tuple(idle_nodes(nodes, 8)), gpu_gib=gib, note="x")
-    return choose(config, open_knobs, facts_of(DeepseekV32Config()), hardware)
+    return choose(config, open_knobs, v32_facts(), hardware)
 
 
 @pytest.mark.parametrize(

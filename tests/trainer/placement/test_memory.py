@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import DeepseekV32Config
 
 from benchmarks.training.cases import Case, estimates, model_of
 from keel.configs.load import load_config
@@ -54,7 +53,7 @@ from keel.trainer.placement.step_time import (
     step_time,
     traffic_seconds,
 )
-from tests.trainer.placement.shapes import DENSE, MOE, SOURCE
+from tests.trainer.placement.shapes import DENSE, MOE, SOURCE, v32_facts
 
 
 def recipe(*, beta: float = 0.0, rollout: dict[str, Any] | None = None, **trainer: Any) -> Config:
@@ -188,7 +187,7 @@ def cluster(nodes: int) -> Hardware:
 
 @pytest.mark.parametrize(("nodes", "fits"), [(16, False), (32, True), (64, True)])
 def test_deepseek_v32_is_planned_as_by_hand(nodes: int, fits: bool) -> None:
-    facts = facts_of(DeepseekV32Config())
+    facts = v32_facts()
     sizes = {"zero_stage": 3, "activation_checkpointing": True, "micro_batch_tokens": 16_384}
     trainer = TrainerConfig(ranks=8 * nodes, **sizes)
     source = ConversationsConfig(name="text", source="text", path="text")
@@ -284,7 +283,7 @@ def test_sparse_attention_takes_its_measured_time(
     context: int, kernels: bool, measured: float
 ) -> None:
     """docs/sparse-attention.md: µs per token of a layer, forward and backward."""
-    facts = facts_of(DeepseekV32Config())
+    facts = v32_facts()
     config = recipe(ranks=8, micro_batch_tokens=context)
     sampling = SamplingConfig(max_tokens=context - 1000)
     config = replace(config, rollout=replace(config.rollout, sampling=sampling))
