@@ -490,14 +490,19 @@ class LayoutSearch:
         if not isinstance(error, memory.DoesNotFit):
             return error
         largest, now = max(nodes, key=lambda node: node.gpus), len(nodes)
-        for count in sorted({*range(now + 1, now + 9), 2 * now, 4 * now}):
+
+        def fits(count: int) -> bool:
             more = tuple(replace(largest, name=f"node {i}", id=f"{i}") for i in range(count))
             hardware = replace(self.hardware, nodes=more)
             search = LayoutSearch(self.config, self.open_knobs, self._facts, hardware)
             search.strictness = _STRICTNESSES[-1]
-            if next(search.iterate_fitting(), None):
-                return ConfigError(f"{error}. It would fit on {count} nodes like {largest.name}")
-        return error
+            return next(search.iterate_fitting(), None) is not None
+
+        counts = sorted({*range(now + 1, now + 9), 2 * now, 4 * now})
+        if not fits(counts[-1]):  # nor would it fit on fewer
+            return error
+        enough = next(filter(fits, counts))
+        return ConfigError(f"{error}. It would fit on {enough} nodes like {largest.name}")
 
     def _smallest_misfit(self) -> ConfigError:
         """Return the error for the layout that uses the least memory."""
