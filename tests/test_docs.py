@@ -63,18 +63,18 @@ def ours(page: str) -> Iterator[str]:
 METRICS = "agents|domain|eval|indexer|judge|kl|length|mask|mismatch|reward|routing|sampling|time"
 
 
-@pytest.mark.parametrize("page", GUIDES)
-def test_guides_name_existing_knobs_metrics_and_commands(page: str) -> None:
-    text = "\n".join(ours(page))
-    names = [name for name in KNOB.findall(text) if not name.startswith("model.safetensors")]
-    assert [name for name in names if not known(name)] == []
-    for name in re.findall(rf"`((?:{METRICS})/[\w@<>/]+)`", text):
-        assert (ROOT / name).exists() or _find_metric(name), name
-    for _, language, text in FENCE.findall(PAGES[page]):
-        for line in text.replace("\\\n", " ").splitlines() * (language == "sh"):
-            words = shlex.split(line, comments=True)
-            if words[:1] == ["keel"]:
-                parser().parse_args(words[1:])
+def test_guides_name_existing_knobs_metrics_and_commands() -> None:
+    for page in GUIDES:
+        text = "\n".join(ours(page))
+        names = [name for name in KNOB.findall(text) if not name.startswith("model.safetensors")]
+        assert [name for name in names if not known(name)] == [], page
+        for name in re.findall(rf"`((?:{METRICS})/[\w@<>/]+)`", text):
+            assert (ROOT / name).exists() or _find_metric(name), (page, name)
+        for _, language, text in FENCE.findall(PAGES[page]):
+            for line in text.replace("\\\n", " ").splitlines() * (language == "sh"):
+                words = shlex.split(line, comments=True)
+                if words[:1] == ["keel"]:
+                    parser().parse_args(words[1:])
 
 
 TEXT = (ROOT / "README.md").read_text()

@@ -152,12 +152,16 @@ def forward_backward(model: Any, segments: Segments) -> tuple[Tensor, dict[str, 
     return hidden.detach(), actual
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize(
-    ("family", "replayed"), [*((name, False) for name in layers.FAMILIES), ("qwen3_moe", True)]
+    ("family", "replayed", "recomputed"),
+    [
+        *((name, False, False) for name in layers.FAMILIES),
+        ("qwen3", False, True),
+        *(("qwen3_moe", replayed, True) for replayed in (False, True)),
+    ],
 )
 def test_hidden_states_and_gradients_are_unchanged(
-    family: str, recomputed: bool, replayed: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, replayed: bool, recomputed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers, "HEAD", 8)
     model, segments = build(family, norm_topk_prob=recomputed), Segments.of(LENGTHS)

@@ -51,10 +51,7 @@ DEFAULTS = {
     "deepseek_v3": LATENT,
     "qwen3_next": ATTENTION | {"in_proj_qkvz", "in_proj_ba", "out_proj"},
 }
-WITH_EXPERTS = {
-    family: {EXPERTS, "o_proj"}
-    for family in ("qwen3_moe", "deepseek_v3", "qwen3_next", "mixtral", "gpt_oss")
-}
+WITH_EXPERTS = {family: {EXPERTS, "o_proj"} for family in ("qwen3_moe", "mixtral", "gpt_oss")}
 
 
 @pytest.mark.parametrize(

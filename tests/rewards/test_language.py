@@ -5,6 +5,7 @@ Code and formulas do not count.
 
 import json
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -118,8 +119,7 @@ CODE: list[str] = json.loads((FOLDER / "code.json").read_text())
 """Code and formulas."""
 
 
-@pytest.mark.parametrize("code", CODE)
-def test_code_costs_nothing(code: str) -> None:
-    for first, second, _, prompt in SAMPLES.values():
+def test_code_costs_nothing() -> None:
+    for code, (first, second, _, prompt) in product(CODE, SAMPLES.values()):
         assert _language_share(prompt, f"{first}\n{code}\n{second}") == 1.0
         assert _language_share(prompt, code) == 1.0

@@ -161,7 +161,7 @@ def test_idle_replicas_get_padding_with_zero_loss() -> None:
     assert not grad.any()
 
 
-@pytest.mark.parametrize("count", range(1, 14))
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 13])
 def test_idle_groups_are_spread_over_updates(count: int) -> None:
     same = finished("same", (1.0, 1.0))
     taught = [finished(f"g{index}") for index in range(count)]

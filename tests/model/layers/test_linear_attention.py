@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from keel.model.attention import LINEAR_FAMILIES, Segments, use_packed_attention
 
-LENGTHS = (3, 70, 1, 9, 130, 8, 2)
+LENGTHS = (3, 130, 1, 9, 8, 2)
 """The delta rule computes chunks of 64 tokens."""
 SMALL: dict[str, Any] = {
     "vocab_size": 31,

@@ -185,7 +185,7 @@ def cluster(nodes: int) -> Hardware:
     return Hardware(gpu=True, nodes=tuple(idle_nodes(nodes, 8)), gpu_gib=139.0)
 
 
-@pytest.mark.parametrize(("nodes", "fits"), [(16, False), (32, True), (64, True)])
+@pytest.mark.parametrize(("nodes", "fits"), [(16, False), (32, True)])
 def test_deepseek_v32_is_planned_as_by_hand(nodes: int, fits: bool) -> None:
     facts = v32_facts()
     sizes = {"zero_stage": 3, "activation_checkpointing": True, "micro_batch_tokens": 16_384}
