@@ -61,7 +61,8 @@ sandbox:
 	  || echo "No bubblewrap: the tests of the code sandbox will be skipped (apt-get install bubblewrap)"
 
 unit: install  ## The tests that start no engine, Ray, sandbox or other process: a minute or two
-	$(BIN)/python -m pytest -q -n $(UNIT_WORKERS) $(FILES) -m "not e2e and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -q -n $(UNIT_WORKERS) $(FILES) -m "not e2e and not gpu" \
+	  --hypothesis-profile=unit $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

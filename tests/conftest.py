@@ -30,6 +30,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("explore", **SLOW)
 settings.register_profile("suite", derandomize=True, database=None, max_examples=20, **SLOW)
+settings.register_profile("unit", settings.get_profile("suite"), max_examples=10)
 settings.load_profile("suite")
 
 # Without a token, the first test that starts Ray writes one to the home folder
