@@ -23,10 +23,11 @@ from keel.configs.schema import (
     RolloutConfig,
     TrainerConfig,
 )
+from keel.model.attention import UnsupportedAttention, use_packed_attention
 from keel.model.hub import check_config
 from keel.model.load import ModelFacts, _check_causal, facts_of
 from keel.model.routing import is_moe
-from keel.model.trainable import _check_trainable
+from keel.model.trainable import _check_trainable, _try_packed
 from keel.trainer.placement import families
 from keel.trainer.placement.families import (
     _CPU_HEADS,
@@ -40,6 +41,7 @@ from keel.trainer.placement.families import (
     stale_mask_warning,
 )
 from keel.trainer.placement.hardware import GpuSpec
+from tests.model.families import build
 from tests.trainer.placement.shapes import DENSE, SOURCE
 
 
@@ -252,6 +254,14 @@ def test_refused_families(row: list[str]) -> None:
     with pytest.raises(ConfigError):
         _check_causal(config, row[1])
         _check_trainable(row[1], config)
+
+
+def test_every_kind_of_layer_is_tried() -> None:
+    model = build("qwen3").to("meta")
+    use_packed_attention(model)
+    model.model.layers[2].self_attn.is_causal = False
+    with pytest.raises(UnsupportedAttention, match="later tokens"):
+        _try_packed(model)
 
 
 def test_shipped_recipes_have_no_stale_masks() -> None:
