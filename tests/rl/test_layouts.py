@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from keel.rl.losses import grpo_loss
@@ -79,7 +79,6 @@ def test_capacity_includes_key_value_copies(seed: int, replicas: int, capacity: 
     assert sum(len(b.token_ids_N) for b in shared) <= sum(len(b.token_ids_N) for b in plain)
 
 
-@settings(max_examples=8)
 @given(SEEDS, st.integers(1, 3), st.integers(20, 400))
 def test_sharing_does_not_change_the_gradient(seed: int, replicas: int, capacity: int) -> None:
     groups = prompted_groups(seed)
@@ -226,7 +225,6 @@ def long_groups(seed: int, *, groups: int = 3, size: int = 3, most: int = 7) -> 
     return result
 
 
-@settings(max_examples=8)
 @given(SEEDS, st.integers(1, 25), st.integers(1, 4), st.none() | st.floats(0, 1))
 @example(1, 6, 2, 0.5)
 def test_splitting_changes_neither_loss_nor_metrics(seed, capacity, replicas, delta) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.rl import prefix_sharing
@@ -33,7 +33,6 @@ from tests.rl.rollouts import (
 SEEDS = st.integers(0, 2**31)
 
 
-@settings(max_examples=15)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 60))
 def test_every_token_arrives_once_with_its_data(seed, replicas, capacity) -> None:
     groups = random_groups(seed)
@@ -66,7 +65,6 @@ def with_losses(groups: Sequence[ScoredGroup], random: Random) -> list[ScoredGro
     return made
 
 
-@settings(max_examples=10)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 60), st.integers(1, 3), st.booleans())
 def test_groups_have_equal_weight(seed, replicas, capacity, updates, skip) -> None:
     groups = with_losses(random_groups(seed), Random(seed))
@@ -88,7 +86,6 @@ def test_groups_have_equal_weight(seed, replicas, capacity, updates, skip) -> No
         assert sum(weights) == pytest.approx(batches[0].total_sequences)
 
 
-@settings(max_examples=15)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 60))
 def test_trajectories_stay_whole_within_capacity(seed, replicas, capacity) -> None:
     groups = random_groups(seed)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.agents.endpoint import recorder as recorder_module
@@ -145,7 +145,6 @@ STEP = st.tuples(
 
 
 @pytest.mark.parametrize("family", ["tiny", "qwen3", "hermes"])
-@settings(max_examples=12)
 @given(steps=st.lists(STEP, min_size=1, max_size=9), thinking=st.booleans())
 def test_every_sampled_token_is_trained_exactly_once(
     family: str, steps: list[Any], thinking: bool

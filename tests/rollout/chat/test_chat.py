@@ -216,7 +216,6 @@ def hostile_text(draw: st.DrawFn, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=12)
 @given(data=st.data())
 def test_a_tool_result_yields_no_control_token(name: str, data: st.DataObject) -> None:
     chat, text = chat_of(name), data.draw(hostile_text(name))

@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.rewards.text import answer_in, final_text, keeps_format, raw_text, thinking_text
@@ -46,7 +46,6 @@ def parse(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=15)
 @given(words=st.text('ab<>|{}"\\é\n/', max_size=8), days=st.one_of(st.none(), st.integers()))
 def test_what_a_template_writes_is_read_back(name: str, words: str, days: int | None) -> None:
     chat = chat_of(name)

@@ -93,7 +93,7 @@ def exhaustive(search: LayoutSearch) -> list[Layout]:
     ("shape", "gpus", "gib", "config"),
     [
         ("0.6b", 1, 79.2, recipe()),
-        ("1.7b", 4, 79.2, recipe(prompts_per_step=32, group_size=16)),
+        ("1.7b", 2, 46.0, recipe(max_lag=1)),
         ("8b", 1, 139.8, recipe()),
         ("1.4b-a0.4b", 1, 46.0, recipe(prompts_per_step=64, group_size=4, max_lag=1)),
         ("1.4b-a0.4b", 1, 41.0, sft_recipe(conversations_per_step=256, max_context_tokens=4096)),
